@@ -1,0 +1,1 @@
+"""Composable per-parameter sharding for PyTorch."""
