@@ -1,0 +1,38 @@
+"""Every private torch API that shardkit touches: one small function each, with the reason.
+
+Level 0 of the data flow. When a torch release moves one of these names, this is the file to change.
+Supported: torch >=2.11,<2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo as DataParallelMeshInfo
+
+# ---------------------------------------------------------------- meshes
+
+
+class MeshRoles(NamedTuple):
+    """Which dim of a mesh shards and which replicates; None where the mesh has no such dim."""
+
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replicate_dim: int | None
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis out of several. No public call does it; torch caches the result, and its group, by name."""
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Slices of one mesh side by side, with their groups: slicing needs the root mesh, which torch hides."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def roles_of_mesh_info(info: DataParallelMeshInfo) -> MeshRoles:
+    """What torch's mesh infos say; users return them in a ShardPlacementResult, public only by its docs."""
+    return MeshRoles(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
