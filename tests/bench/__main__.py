@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from tests.bench import host, step
+from tests.bench import host, optim, peak, step, traffic
 from tests.bench.table import as_json, print_table
 
-SECTIONS = {"step": step, "host": host}
+# A section has a TITLE, `measure(num_launches)` and `rows(samples)`.
+SECTIONS = {"step": step, "host": host, "optim": optim, "peak": peak, "traffic": traffic}
 
 
 def main() -> int:
@@ -22,18 +24,23 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one launch instead of the median of five")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     args = parser.parse_args()
-    num_launches = 1 if args.quick else 5
-    print(f"torch {torch.__version__}, gloo on CPU, median of {num_launches} interleaved launches")
-    results = {}
+    setting = {
+        "torch": torch.__version__,
+        "num_cpus": os.cpu_count(),
+        "num_launches": 1 if args.quick else 5,
+    }
+    print("gloo on CPU, medians of interleaved launches:", setting)
+    rows = {}
     for name in args.only:
         start = time.perf_counter()
-        results[name] = SECTIONS[name].rows(SECTIONS[name].measure(num_launches))
-        print_table(f"{SECTIONS[name].TITLE} ({time.perf_counter() - start:.0f} s)", results[name])
+        rows[name] = SECTIONS[name].rows(SECTIONS[name].measure(setting["num_launches"]))
+        print_table(f"{SECTIONS[name].TITLE} ({time.perf_counter() - start:.0f} s)", rows[name])
     if args.json:
-        args.json.write_text(json.dumps({name: as_json(rows) for name, rows in results.items()}, indent=1))
-    misses = [row for rows in results.values() for row in rows if row.met is False]
-    print(f"\n{len(misses)} bars missed" if misses else "\nall bars met")
-    return 1 if misses else 0
+        tables = {name: as_json(table) for name, table in rows.items()}
+        args.json.write_text(json.dumps({"setting": setting, "rows": tables}, indent=1))
+    num_misses = sum(row.met is False for table in rows.values() for row in table)
+    print(f"\n{num_misses} bars missed" if num_misses else "\nall bars met")
+    return 1 if num_misses else 0
 
 
 if __name__ == "__main__":

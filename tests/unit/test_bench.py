@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from tests.bench import host, step
+from tests.bench import host, step, traffic
 from tests.bench.implementations import interleave
+from tests.bench.peak import LiveBytes
 from tests.bench.table import Bar, Samples, as_json, compare, print_table
 
 SAMPLES: Samples = {
@@ -82,3 +84,31 @@ def test_host_time_is_what_the_bare_model_does_not_take() -> None:
 def test_step_rows_are_told_apart_by_world_size() -> None:
     rows = step.rows({2: SAMPLES, 4: SAMPLES})
     assert [row.case for row in rows] == ["2 ranks"] * 3 + ["4 ranks"] * 3
+
+
+def test_live_bytes_follow_storages_as_they_grow_shrink_and_go() -> None:
+    with LiveBytes() as live:
+        kept = torch.ones(100)  # 400 bytes
+        freed = kept * 2
+        view = freed[50:]
+        assert live.peak_bytes == 800
+        del freed, view
+        kept.untyped_storage().resize_(4000)
+        live.peak_bytes = 0
+        kept.sum()
+    assert live.peak_bytes == 4004
+
+
+def test_traffic_without_reshard_is_ddps_and_with_it_half_as_much_again() -> None:
+    param_bytes = 6 * 4 * (2 * 256 * 1024 + 1024 + 256)
+    kept, resharded = traffic.theory(False), traffic.theory(True)
+    assert kept["sent"] * 2**20 == 2 * param_bytes * 3 / 4
+    assert resharded["sent"] == 1.5 * kept["sent"]
+    assert (kept["all-gathers"], resharded["all-gathers"]) == (1, 2)
+
+
+def test_a_collective_too_many_misses_its_bar() -> None:
+    exact = traffic.listed(traffic.theory(True))
+    samples = {"shardkit": exact, "shardkit-ragged": exact | {"all-gathers": [13 / 6]}}
+    missed = [row for row in traffic.rows({True: samples}) if row.met is False]
+    assert [(row.implementation, row.quantity) for row in missed] == [("shardkit-ragged", "all-gathers")]
