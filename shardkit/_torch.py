@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo as DataParallelMeshInfo
 
@@ -36,3 +38,16 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def roles_of_mesh_info(info: DataParallelMeshInfo) -> MeshRoles:
     """What torch's mesh infos say; users return them in a ShardPlacementResult, public only by its docs."""
     return MeshRoles(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+
+
+# ---------------------------------------------------------------- lists of tensors
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """All norms in one call, accumulated in `dtype`; the public get_total_norm has only the tensors' own."""
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """All products in one call; the public clip_grads_with_norm_ takes DTensors only with a DTensor norm."""
+    torch._foreach_mul_(list(tensors), factor)
