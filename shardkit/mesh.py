@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,21 @@ def data_axes(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None
 def axes_of_mesh_info(info: DataParallelMeshInfo) -> DataAxes:
     """What torch's FSDPMeshInfo or HSDPMeshInfo names (users return it in a ShardPlacementResult)."""
     return _data_axes_by_dim(*roles_of_mesh_info(info))
+
+
+def shard_subgroup(axes: DataAxes, num_ranks: int) -> dist.ProcessGroup:
+    """The group of `num_ranks` neighbours on the shard axis to which this rank belongs.
+
+    Collective over the mesh, the first time for each mesh and number: all ranks must call.
+    """
+    groups = _subgroups.setdefault(axes.mesh, {})
+    if num_ranks not in groups:
+        ranks = axes.mesh.mesh.view(-1, num_ranks)  # the shard axis is the innermost
+        groups[num_ranks] = DeviceMesh(axes.mesh.device_type, ranks).get_group(1)
+    return groups[num_ranks]
+
+
+_subgroups: WeakKeyDictionary[DeviceMesh, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
