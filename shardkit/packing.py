@@ -101,29 +101,31 @@ def least_shard_numel(items: Sequence[Item], shards: Shards) -> int:
     return _round_up(max(1, -(-total // shards.num_ranks)), shards.unit_numel)
 
 
-def _pack_two_buckets(items: Sequence[Item], shards: Shards, below: int) -> tuple[Packing, Packing] | None:
-    """The best way to part the items by block or size; None if no two shards add up to less than `below`."""
+def _pack_two_buckets(items: Sequence[Item], shards: Shards, below: int) -> tuple[Packing, ...]:
+    """The best way to part the items by block or size; empty if no two shards add up to less than `below`."""
     candidates = []
-    for heavy, light in _partings(items):
-        bounds = [lattices_of([items[i] for i in part], shards)[0].least_numel for part in (heavy, light)]
-        candidates.append((sum(bounds), bounds[1], heavy, light))
-    best = None
-    for bound, light_bound, heavy, light in sorted(candidates):
+    for parts in _partings(items):
+        bounds = [lattices_of([items[i] for i in part], shards)[0].least_numel for part in parts]
+        candidates.append((sum(bounds), bounds[1], parts))
+    best: tuple[Packing, ...] = ()
+    for bound, bound_of_many, (few, many) in sorted(candidates):
         if bound >= below:
             break
-        first = _pack_bucket(items, heavy, shards, below - light_bound)
-        second = _pack_bucket(items, light, shards, below - first.shard_numel) if first else None
+        first = _pack_bucket(items, few, shards, below - bound_of_many)
+        second = _pack_bucket(items, many, shards, below - first.shard_numel) if first else None
         if first and second:
-            best = first, second
+            best = tuple(sorted((first, second)))
             below = first.shard_numel + second.shard_numel
     return best
 
 
 def _partings(items: Sequence[Item]) -> Iterator[tuple[list[int], list[int]]]:
+    """The items from a block or a size on and the others, the fewer first: they are packed in no time."""
     for weight in ([item.block_numel for item in items], [item.numel for item in items]):
         for least in sorted(set(weight))[1:]:
             heavy = [i for i, w in enumerate(weight) if w >= least]
-            yield heavy, [i for i, w in enumerate(weight) if w < least]
+            light = [i for i, w in enumerate(weight) if w < least]
+            yield (heavy, light) if len(heavy) < len(light) else (light, heavy)
 
 
 def _pack_bucket(
