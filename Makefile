@@ -27,7 +27,8 @@ lint: .venv/torch
 tutorials: .venv/torch
 	set -e; for script in $(sort $(wildcard tutorials/[0-9]*.py)); do \
 	    echo "== $$script"; $(BIN)/python $$script; done
-	$(TORCHRUN) 2 tutorials/train_gpt.py --short
+	$(TORCHRUN) 2 tutorials/train_gpt.py --steps 20 --out runs/short
+	$(TORCHRUN) 4 tutorials/train_gpt.py --compare --compare-steps 2 --out runs/short
 
 bench: .venv/torch
 	$(BIN)/python -m tests.bench
