@@ -355,6 +355,7 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
+        make_deterministic()
     dist.init_process_group("nccl" if on_cuda else "gloo")
     if options.batch % dist.get_world_size():
         parser.error(f"--batch {options.batch} does not divide by {dist.get_world_size()} ranks")
@@ -363,6 +364,12 @@ def main() -> None:
     run = Run(Text.load(device), options, device)
     (compare if options.compare else demo)(run)
     dist.destroy_process_group()
+
+
+def make_deterministic() -> None:
+    """Without this a CUDA run, resumed, is equal only nearly: some kernels add in any order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 if __name__ == "__main__":
