@@ -15,9 +15,12 @@ from shardkit.api import fully_shard, register_fsdp_forward_method, share_comm_c
 from shardkit.clip import clip_grad_norm_
 from shardkit.mesh import build_mesh
 from shardkit.module import FSDPModule, UnshardHandle
+from shardkit.placement import Blocks, RaggedShard
+from shardkit.ragged import RaggedTensor
 
 __all__ = [
     "AllGather",
+    "Blocks",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -25,6 +28,8 @@ __all__ = [
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RaggedShard",
+    "RaggedTensor",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",

@@ -139,7 +139,7 @@ def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int
 def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride: object) -> DTensor:
     """What DTensor makes of the pieces that a traced graph gives back; their form varies by release."""
     rebuild = DTensor.__tensor_unflatten__
-    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return]
+    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
@@ -180,6 +180,11 @@ def param_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     every step.
     """
     return module._parameters
+
+
+def num_attributes(module: nn.Module) -> int:
+    """How many parameters and children a module has: cheap enough to ask in every forward."""
+    return len(module._parameters) + len(module._modules)
 
 
 def is_replicated_module(module: nn.Module) -> bool:

@@ -29,8 +29,19 @@ from shardkit.streams import Streams
 class Bucket:
     """Gathers and reshards the parameters of one collective; its `grads` reduce their gradients."""
 
-    def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec, route: Route | None) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        spec: BucketSpec,
+        route: Route | None,
+        replicate_route: Route | None,
+    ) -> None:
         self.params, self.spec, self.route = tuple(params), spec, route
+        self.replicate_route = replicate_route
+        self.small_group: dist.ProcessGroup | None = (
+            None  # of reshard_after_forward=n: gathers the kept pieces
+        )
+        self.all_gather_comm: AllGather | None = None  # the user's, which allocates the rows too
         self.reduce_route = route  # a group of its own, where the user asked
         self.label = ""
         self.changes = 0  # how often the shards changed, as far as we are told
@@ -55,6 +66,12 @@ class Bucket:
         return first.unsharded is not None and first.registered is first.unsharded
 
     @property
+    def can_hold_params(self) -> bool:
+        """Whether the parameters' present tensors have the dtype and device of the shard buffer."""
+        flat = self.shard.flat
+        return all(p.local.dtype == flat.dtype and p.local.device == flat.device for p in self.params)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether a parameter of it requires a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
@@ -69,15 +86,13 @@ class Bucket:
         """Whether the shards changed since they were gathered."""
         return self._seen != self._fingerprint_of_values()
 
-    def start_unshard(
-        self, streams: Streams, comm: AllGather | None, small_group: dist.ProcessGroup | None
-    ) -> None:
-        """Start to gather. Collective over the shard axis (or `small_group`, after `reshard_to`)."""
+    def start_unshard(self, streams: Streams) -> None:
+        """Start to gather. Collective over the shard axis (over `small_group` after `reshard_to`)."""
         if self._pending is not None or (self.is_unsharded and not self.is_stale):
             return
         streams.reclaim(keep=1 if self.unsharded is None or not streams.is_retired(self.unsharded) else 0)
         with torch.no_grad(), streams.on(streams.all_gather):
-            self._pending = self._gather(comm, small_group)
+            self._pending = self._gather()
             if streams.runs_ahead:
                 self._complete()
                 self._ready = streams.mark()
@@ -150,6 +165,11 @@ class Bucket:
                 param.unsharded = unsharded
         self.mark_changed()
 
+    def communicate_like(self, other: Bucket) -> None:
+        """Take over what the user chose for the collectives of a bucket that this one replaces."""
+        self.small_group, self.all_gather_comm = other.small_group, other.all_gather_comm
+        self.grads.comm, self.reduce_route = other.grads.comm, other.reduce_route
+
     def describe(self) -> list[str]:
         """What must agree on all ranks of the group, a line a parameter."""
         spec = self.spec
@@ -171,12 +191,12 @@ class Bucket:
         """
         return self.changes, sum(p.sharded._version + p.local._version for p in self.params)
 
-    def _gather(self, comm: AllGather | None, small_group: dist.ProcessGroup | None) -> Pending:
-        rows = self._allocate_rows(comm)
+    def _gather(self) -> Pending:
+        rows = self._allocate_rows()
         self._rows = rows
         layout, route = self.spec.layout, self.route
-        if self._piece is not None and small_group is not None and route is not None:
-            return all_gather(rows, self._piece, Route(small_group, route.tag), self.label)
+        if self._piece is not None and self.small_group is not None and route is not None:
+            return all_gather(rows, self._piece, Route(self.small_group, route.tag), self.label)
         own = rows[layout.rank * layout.row_numel :][: layout.row_numel]
         if route is None or layout.num_ranks == 1:
             own.copy_(self.shard.flat, non_blocking=True)
@@ -184,16 +204,17 @@ class Bucket:
         row = self.shard.flat
         if row.dtype != rows.dtype or row.device != rows.device:
             row = own.copy_(row, non_blocking=True)
-        if comm is not None:
-            comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
+        if self.all_gather_comm is not None:
+            self.all_gather_comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
             return Pending([], "all_gather", self.label, route)
         return all_gather(rows, row, route, self.label)
 
-    def _allocate_rows(self, comm: AllGather | None) -> Tensor:
+    def _allocate_rows(self) -> Tensor:
         """The buffer to gather into: the parameters' own bytes where the layout and the transport allow."""
         spec = self.spec
-        if comm is not None:
-            return comm.allocate((spec.layout.numel,), dtype=spec.compute_dtype, device=spec.device)
+        if self.all_gather_comm is not None:
+            size = (spec.layout.numel,)
+            return self.all_gather_comm.allocate(size, dtype=spec.compute_dtype, device=spec.device)
         if spec.layout.in_place:
             return self._allocate_unsharded().flat
         return torch.empty(spec.layout.numel, dtype=spec.compute_dtype, device=spec.device)

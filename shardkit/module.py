@@ -120,7 +120,8 @@ class FSDPModule(TorchFSDPModule):
         """Let `comm` allocate the gathered rows and gather them. Parameters are then copied out of its
         buffer.
         """
-        self._single_bucket_unit("set_custom_all_gather").settings.all_gather = comm
+        for bucket in self._single_bucket_unit("set_custom_all_gather").buckets:
+            bucket.all_gather_comm = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let `comm` allocate the gradients' rows and reduce them."""
@@ -272,7 +273,7 @@ class FSDPModule(TorchFSDPModule):
         for bucket in unit.buckets:
             if bucket.route is not None:
                 pair = (None, None) if make is None else make(bucket.route.group)
-                unit.settings.all_gather, bucket.grads.comm = pair
+                bucket.all_gather_comm, bucket.grads.comm = pair
 
 
 class _BehindTheClass(TorchFSDPModule):

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit._torch import has_grad_hooks, local_of, param_dict, set_local
@@ -19,6 +19,7 @@ from shardkit.buffer import FlatBuffer
 from shardkit.errors import GatheredParamError
 from shardkit.layout import Slot
 from shardkit.params import Owner, ParamSpec, remember_original
+from shardkit.plan import BucketPlan
 from shardkit.sharding import Sharding
 
 gathered_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # gathered parameter -> its name
@@ -34,17 +35,23 @@ class ShardedParam:
         "local",
         "name",
         "owners",
+        "plan",
+        "plan_name",
         "shape",
+        "shard_dim",
         "sharded",
         "sharding",
         "unsharded",
-        "wish",
     )
 
-    def __init__(self, spec: ParamSpec, sharding: Sharding, local: Tensor) -> None:
+    def __init__(
+        self, spec: ParamSpec, sharding: Sharding, local: Tensor, plan: BucketPlan | None = None
+    ) -> None:
         self.name = spec.name  # dotted, from the root once there is one
+        self.plan, self.plan_name = plan, spec.name  # the ragged plan that placed it, and its name there
+        self.shard_dim = spec.wish.dim if isinstance(spec.wish, Shard) else 0
         self.owners: tuple[Owner, ...] = spec.owners
-        self.axes, self.wish, self.sharding = spec.axes, spec.wish, sharding
+        self.axes, self.sharding = spec.axes, sharding
         self.shape = tuple(spec.local.shape)  # unsharded, on this tensor-parallel rank
         self._places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
         self.local = local  # this rank's part: a piece of the bucket's shard buffer, once that is made
