@@ -15,11 +15,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch import Tensor, nn
 
+from shardkit._torch import AllGather
 from shardkit.buffer import FlatBuffer
 from shardkit.collectives import Pending, Route, all_gather
+from shardkit.errors import GatheredParamError
 from shardkit.grads import GradBuffer
 from shardkit.layout import BucketSpec
 from shardkit.sharded_param import ShardedParam
@@ -55,6 +56,9 @@ class Bucket:
         self._ready: torch.Event | None = None
         self._piece: Tensor | None = None  # kept of the rows after forward, for a gather over fewer ranks
         self._split_outputs: list[Tensor] = []
+        self._gathered: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
+        self._versions: list[int] = []  # of those, when they were registered
+        self._wants_grad: list[bool] = []
         self._seen = (-1, -1)
         for param, slot in zip(self.params, spec.layout.slots, strict=True):
             param.place_in(self.shard, slot)
@@ -109,15 +113,18 @@ class Bucket:
             with torch.no_grad():
                 self._complete()
         self._pending = self._ready = self._piece = None
-        changed = self._seen != (seen := self._fingerprint_of_values())
-        self._seen = seen
-        for index, param in enumerate(self.params):
-            assert param.unsharded is not None
-            if changed:  # an older graph that saved the old values must not compute with the new ones
-                torch.autograd.graph.increment_version(param.unsharded)
-            param.follow_requires_grad(partial(hook_for, self, index))
-            param.note_version()
-            param.register(param.unsharded)
+        seen = self._fingerprint_of_values()
+        if self._seen != seen:  # an older graph that saved the old values must not compute with the new ones
+            torch.autograd.graph.increment_version(self._gathered)
+            self._seen = seen
+        wants_grad = [param.sharded.requires_grad for param in self.params]
+        if self._wants_grad != wants_grad:
+            self._wants_grad = wants_grad
+            for index, param in enumerate(self.params):
+                param.follow_requires_grad(partial(hook_for, self, index))
+        self._versions = [tensor._version for tensor in self._gathered]
+        for param, tensor in zip(self.params, self._gathered, strict=True):
+            param.register(tensor)
 
     def reshard(self, streams: Streams) -> None:
         """Register the sharded parameters and free the gathered ones; nothing where that is so already."""
@@ -129,8 +136,7 @@ class Bucket:
             param.register(param.sharded)
         assert self.unsharded is not None
         streams.free_later(self.unsharded)
-        for param in self.params:
-            param.check_not_written()
+        self._check_not_written()
 
     def reshard_to(self, streams: Streams, num_ranks: int) -> None:
         """Reshard, but keep this rank's piece of the rows of `num_ranks` neighbours, to gather over those
@@ -185,11 +191,23 @@ class Bucket:
         """The shards were written to by something that leaves no other trace, as a fused optimizer."""
         self.changes += 1
 
+    def _check_not_written(self) -> None:
+        """Refuse to throw away what the user wrote to a gathered parameter."""
+        versions = [tensor._version for tensor in self._gathered]
+        if versions == self._versions:
+            return
+        pairs = zip(self.params, versions, self._versions, strict=True)
+        names = [param.name for param, now, before in pairs if now != before]
+        self._versions = versions
+        raise GatheredParamError(
+            f"param {names[0]!r}: it was changed in place while gathered ({names}), and the change would be "
+            "lost now that it is resharded. Call reshard() on its module first, then change the shards."
+        )
+
     def _fingerprint_of_values(self) -> tuple[int, int]:
-        """What changes when the shards are written to: told changes, and the version counters of both
-        tensors.
-        """
-        return self.changes, sum(p.sharded._version + p.local._version for p in self.params)
+        """What changes when the shards are written to: version counters, and what leaves no trace there."""
+        versions = [param.sharded._version + param.local._version for param in self.params]
+        return self.changes, sum(versions)
 
     def _gather(self) -> Pending:
         rows = self._allocate_rows()
@@ -226,8 +244,8 @@ class Bucket:
             return self.unsharded
         numel = layout.numel if layout.in_place else layout.unsharded_numel
         self.unsharded = FlatBuffer(numel, spec.compute_dtype, spec.device)
-        for param, slot in zip(self.params, layout.slots, strict=True):
-            param.make_unsharded(self.unsharded, slot)
+        slots = zip(self.params, layout.slots, strict=True)
+        self._gathered = [param.make_unsharded(self.unsharded, slot) for param, slot in slots]
         self._split_outputs = self._make_split_outputs(self.unsharded)
         return self.unsharded
 

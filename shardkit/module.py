@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from shardkit._torch import process_group_comms, symmetric_memory_comms
+from shardkit._torch import AllGather, ReduceScatter, process_group_comms, symmetric_memory_comms
 from shardkit.collectives import new_route
 from shardkit.interop import unit_of
 from shardkit.unit import Unit

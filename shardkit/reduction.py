@@ -49,9 +49,10 @@ class Reduction:
         self.bucket, self.streams = bucket, streams
         self._options, self._replicas = options, bucket.replicate_route
         grads = bucket.grads
-        self._rows: Tensor | None = grads.take()
+        with torch.no_grad():
+            rows, self._used_all = grads.take()
         assert grads.layout is not None
-        self._used_all = grads.took_all
+        self._rows: Tensor | None = rows
         self._layout: Layout = grads.layout
         self._trainable = grads.trainable
         self._division = self._choose_division()
@@ -76,6 +77,7 @@ class Reduction:
             with torch.no_grad():
                 self._collect()
         self._rows = None
+        self.bucket.grads.free()
 
     def wait_on_host(self) -> None:
         """Block until offloaded gradients have arrived: the CPU reads them without knowing of streams."""

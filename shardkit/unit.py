@@ -20,7 +20,7 @@ from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_par
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import ForwardOrder
+from shardkit.schedule import ForwardOrder, takes_grad_at_once
 from shardkit.streams import Streams
 
 
@@ -251,6 +251,12 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Calla
         unit.tree.enter_backward()
         unit.tree.reductions.finish_of(bucket)
         grad, param.grad = param.grad, None
-        bucket.grads.add(index, grad)
+        with torch.no_grad():
+            bucket.grads.add({index: grad})
 
-    return take_grad
+    def leave_grad(param: Tensor) -> None:
+        unit = unit_ref()
+        if unit is not None and not unit.tree.awaits_callback:
+            unit.tree.enter_backward()
+
+    return take_grad if takes_grad_at_once(bucket.params[index].unsharded_bytes) else leave_grad
