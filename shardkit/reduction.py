@@ -11,6 +11,7 @@ half runs when the reduction is waited for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
 from shardkit.bucket import Bucket
 from shardkit.buffer import contiguous_stride
-from shardkit.collectives import Pending, Route, all_reduce, can_average, reduce_scatter
+from shardkit.collectives import Pending, all_reduce, can_average, reduce_scatter
 from shardkit.errors import UnevenUseError
 from shardkit.layout import Layout
 from shardkit.precision import Division, division
@@ -44,15 +45,14 @@ class ReduceOptions:
 class Reduction:
     """One reduction under way. Collective over the shard axis, then over the replicas, if there are any."""
 
-    def __init__(
-        self, bucket: Bucket, options: ReduceOptions, streams: Streams, replicas: Route | None
-    ) -> None:
+    def __init__(self, bucket: Bucket, options: ReduceOptions, streams: Streams) -> None:
         self.bucket, self.streams = bucket, streams
-        self._options, self._replicas = options, replicas
+        self._options, self._replicas = options, bucket.replicate_route
         grads = bucket.grads
-        self._rows: Tensor | None = grads.take()
+        with torch.no_grad():
+            rows, self._used_all = grads.take()
         assert grads.layout is not None
-        self._used_all = grads.took_all
+        self._rows: Tensor | None = rows
         self._layout: Layout = grads.layout
         self._trainable = grads.trainable
         self._division = self._choose_division()
@@ -77,6 +77,7 @@ class Reduction:
             with torch.no_grad():
                 self._collect()
         self._rows = None
+        self.bucket.grads.free()
 
     def wait_on_host(self) -> None:
         """Block until offloaded gradients have arrived: the CPU reads them without knowing of streams."""
@@ -203,3 +204,40 @@ class Reduction:
                 f"{type(held).__name__}. Set it to None, or keep what backward put there."
             )
         local_of(held).add_(local_of(grad))
+
+
+class ReductionQueue:
+    """The reductions of a tree that are in flight, oldest first."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[Reduction] = deque()
+        self._unchecked: list[Reduction] = []
+
+    def add(self, reduction: Callable[[], Reduction], limit: int) -> None:
+        """Start a reduction once fewer than `limit` are in flight."""
+        while len(self._in_flight) >= limit:
+            self._finish_oldest()
+        self._in_flight.append(reduction())
+
+    def finish_of(self, bucket: Bucket) -> None:
+        """Finish what is in flight of `bucket`, so that its gradients can gather anew."""
+        while any(reduction.bucket is bucket for reduction in self._in_flight):
+            self._finish_oldest()
+
+    def finish_all(self) -> None:
+        """Return when all gradients are there."""
+        while self._in_flight:
+            self._finish_oldest()
+        for reduction in self._unchecked:
+            reduction.wait_on_host()
+
+    def check_use(self) -> None:
+        """Raise what finished reductions found only on the device."""
+        unchecked, self._unchecked = self._unchecked, []
+        for reduction in unchecked:
+            reduction.check_use()
+
+    def _finish_oldest(self) -> None:
+        reduction = self._in_flight.popleft()
+        reduction.finish()
+        self._unchecked.append(reduction)
