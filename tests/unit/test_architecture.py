@@ -21,11 +21,11 @@ import shardkit
 # import one another, though a package its own files. A new file is added here, at its place in the flow.
 DATA_FLOW = """
     errors _torch containers
-    boxes placement precision schedule mesh
+    placement boxes precision schedule mesh
     packing plan
     layout buffer
     streams collectives agreement
-    specs ragged_reduce ragged_views ragged_ops redistribute ragged
+    specs ragged_ops ragged_reduce ragged_views redistribute ragged
     params sharding sharded_param
     grads bucket reduction assemble
     unit checks interop
