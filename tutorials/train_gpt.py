@@ -338,7 +338,7 @@ def demo(run: Run) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, sharded.")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step, over all ranks")
     parser.add_argument("--dim", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
