@@ -11,6 +11,7 @@ read from them. *When* to gather is decided elsewhere (`schedule.py`, `hooks.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -214,7 +215,7 @@ class Bucket:
         self._rows = rows
         layout, route = self.spec.layout, self.route
         if self._piece is not None and self.small_group is not None and route is not None:
-            return all_gather(rows, self._piece, Route(self.small_group, route.tag), self.label)
+            return all_gather(rows, self._piece, replace(route, group=self.small_group), self.label)
         own = rows[layout.rank * layout.row_numel :][: layout.row_numel]
         if route is None or layout.num_ranks == 1:
             own.copy_(self.shard.flat, non_blocking=True)

@@ -207,8 +207,7 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
     for tensor in find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(hook)
-    for _, kept in unit.managed:
-        for value in vars(kept).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None and value not in _hooked:
-                _hooked[value] = True
-                value.register_hook(hook)
+    for value in unit.kept_tensors():
+        if value not in _hooked:
+            _hooked[value] = True
+            value.register_hook(hook)

@@ -54,6 +54,7 @@ class Unit:
         with torch.no_grad():
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
+        self._watched = [_attributes_to_watch(module) for _, module in managed]
         self.modules_to_run: set[nn.Module] = set()  # of several modules: what this forward has not run yet
         self.is_pinned = False  # the user called unshard()
         self.in_backward = False  # between pre_backward and post_backward
@@ -133,6 +134,20 @@ class Unit:
         if self.settings.gradient_sync:
             for bucket in self.buckets:
                 self._reduce(bucket)
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Tensors with a graph that the modules keep as attributes: a loss may start from them.
+
+        Only what may become a tensor is looked at: attributes that held a number, a tensor or nothing when
+        the unit was made, and all of a module that has got new ones since.
+        """
+        found = []
+        for attributes, num_attributes, names in self._watched:
+            for name in names if len(attributes) == num_attributes else list(attributes):
+                value = attributes.get(name)
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    found.append(value)
+        return found
 
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
@@ -238,6 +253,17 @@ def managed_params() -> dict[int, str]:
 
 
 _live_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
+    """A module's attributes, how many there are, and the names of those that may become a tensor."""
+    attributes = vars(module)
+    own = attributes.keys() - _MODULE_ATTRIBUTES
+    names = [name for name in own if isinstance(attributes[name], (int, float, Tensor, type(None)))]
+    return attributes, len(attributes), names
+
+
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
 def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Callable[[Tensor], None]:
