@@ -93,8 +93,12 @@ class Bucket:
 
     def start_unshard(self, streams: Streams) -> None:
         """Start to gather. Collective over the shard axis (over `small_group` after `reshard_to`)."""
-        if self._pending is not None or (self.is_unsharded and not self.is_stale):
+        if self._pending is not None:
             return
+        if self.is_unsharded:
+            self._follow_gathered()
+            if not self.is_stale:
+                return
         streams.reclaim(keep=1 if self.unsharded is None or not streams.is_retired(self.unsharded) else 0)
         with torch.no_grad(), streams.on(streams.all_gather):
             self._pending = self._gather()
@@ -133,6 +137,7 @@ class Bucket:
         self._piece = None
         if not self.is_unsharded:
             return
+        self._follow_gathered()
         for param in self.params:
             param.register(param.sharded)
         assert self.unsharded is not None
@@ -192,6 +197,14 @@ class Bucket:
         """The shards were written to by something that leaves no other trace, as a fused optimizer."""
         self.changes += 1
 
+    def _follow_gathered(self) -> None:
+        """Let the shards require gradients as the gathered parameters, where the user toggled those."""
+        wants_grad = [tensor.requires_grad for tensor in self._gathered]
+        if wants_grad != self._wants_grad:
+            for param, wants in zip(self.params, wants_grad, strict=True):
+                param.sharded.requires_grad_(wants)
+            self._wants_grad = wants_grad
+
     def _check_not_written(self) -> None:
         """Refuse to throw away what the user wrote to a gathered parameter."""
         versions = [tensor._version for tensor in self._gathered]
@@ -202,7 +215,8 @@ class Bucket:
         self._versions = versions
         raise GatheredParamError(
             f"param {names[0]!r}: it was changed in place while gathered ({names}), and the change would be "
-            "lost now that it is resharded. Call reshard() on its module first, then change the shards."
+            "lost now that it is resharded. Call reshard() on its module first, then change the shards; what "
+            "a module changes in its own forward, as Embedding(max_norm=...), has to be done outside of it."
         )
 
     def _fingerprint_of_values(self) -> tuple[int, int]:

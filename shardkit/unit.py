@@ -38,6 +38,15 @@ class UnitSettings:
     backward_prefetch: list[Unit] = field(default_factory=list)
 
 
+class Run:
+    """One forward of a unit: held by its autograd hooks alone, so it lives as long as a backward may come."""
+
+    __slots__ = ("__weakref__", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+
 class Unit:
     """The parameters of one `fully_shard` call and their buckets."""
 
@@ -55,7 +64,10 @@ class Unit:
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
         self._watched = [_attributes_to_watch(module) for _, module in managed]
-        self.modules_to_run: set[nn.Module] = set()  # of several modules: what this forward has not run yet
+        self.depth = 0  # forwards of the unit's modules that are running now, one in another
+        self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
+        self.expects_backward = False  # an output of this forward requires a gradient
+        self.runs: list[weakref.ref[Run]] = []  # forwards whose graph may be alive
         self.is_pinned = False  # the user called unshard()
         self.in_backward = False  # between pre_backward and post_backward
         self.tree = Tree(self)
@@ -106,6 +118,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.reshard(self.tree.streams)
 
+    def reshard_if_spent(self) -> None:
+        """Reshard what an earlier forward left gathered for a backward that can no longer come."""
+        self.runs = [run for run in self.runs if run() is not None]
+        if not self.runs and not self.is_pinned and self.settings.reshard_after_backward:
+            self.reshard()
+
     def reshard_after_forward(self) -> None:
         """Reshard as the setting says: wholly, or to a piece that fewer ranks can gather again."""
         setting = self.settings.reshard_after_forward
@@ -152,6 +170,7 @@ class Unit:
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
         self.modules_to_run.clear()
+        self.depth = 0
         self.in_backward = False
         for bucket in self.buckets:
             for param in bucket.params:
