@@ -60,7 +60,7 @@ class Bucket:
         self._gathered: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
         self._versions: list[int] = []  # of those, when they were registered
         self._wants_grad: list[bool] = []
-        self._seen = (-1, -1)
+        self._seen = self._gathering = (-1, -1)  # the values that were gathered, and are being gathered
         for param, slot in zip(self.params, spec.layout.slots, strict=True):
             param.place_in(self.shard, slot)
 
@@ -94,7 +94,9 @@ class Bucket:
     def start_unshard(self, streams: Streams) -> None:
         """Start to gather. Collective over the shard axis (over `small_group` after `reshard_to`)."""
         if self._pending is not None:
-            return
+            if self._gathering == self._fingerprint_of_values():
+                return
+            self.drop_gather()  # the shards were changed since it was started
         if self.is_unsharded:
             self._follow_gathered()
             if not self.is_stale:
@@ -118,10 +120,11 @@ class Bucket:
             with torch.no_grad():
                 self._complete()
         self._pending = self._ready = self._piece = None
-        seen = self._fingerprint_of_values()
-        if self._seen != seen:  # an older graph that saved the old values must not compute with the new ones
+        if (
+            self._seen != self._gathering
+        ):  # an older graph that saved the old values must not compute with the new ones
             torch.autograd.graph.increment_version(self._gathered)
-            self._seen = seen
+            self._seen = self._gathering
         wants_grad = [param.sharded.requires_grad for param in self.params]
         if self._wants_grad != wants_grad:
             self._wants_grad = wants_grad
@@ -227,6 +230,7 @@ class Bucket:
     def _gather(self) -> Pending:
         rows = self._allocate_rows()
         self._rows = rows
+        self._gathering = self._fingerprint_of_values()
         layout, route = self.spec.layout, self.route
         if self._piece is not None and self.small_group is not None and route is not None:
             return all_gather(rows, self._piece, replace(route, group=self.small_group), self.label)

@@ -32,7 +32,7 @@ from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
 from shardkit.schedule import reshards_after_forward
-from shardkit.unit import Run, Tree, Unit
+from shardkit.unit import Run, Unit
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -92,7 +92,7 @@ def post_forward(unit: Unit, module: nn.Module, output: object) -> object:
             if not unit.modules_to_run and not recomputing:
                 _complete_forward(unit)
     if unit.depth == 1 and not recomputing and unit.tree.forward_root is unit and not unit.modules_to_run:
-        _end_iteration(unit.tree)
+        _end_iteration(unit)
     dtype = unit.policy.precision.output_dtype
     return output if dtype is None else cast_floating(output, dtype)
 
@@ -184,15 +184,17 @@ def _complete_forward(unit: Unit) -> None:
         unit.tree.order.record(unit.tree.index(unit))
 
 
-def _end_iteration(tree: Tree) -> None:
-    """The outermost forward is over: complete units of which it ran only some modules (a loss computed in
-    chunks).
-    """
+def _end_iteration(root: Unit) -> None:
+    """The outermost forward is over: complete units that it ran in part, drop gathers that nobody used."""
+    tree = root.tree
     tree.forward_root = None
     for unit in tree.units:
         if unit.modules_to_run:
             unit.modules_to_run.clear()
             _complete_forward(unit)
+        if not root.expects_backward and not unit.is_pinned:
+            for bucket in unit.buckets:
+                bucket.drop_gather()
 
 
 def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
