@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,11 @@ def wait_async(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------- lists of tensors
 
 
+def split_flat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous views of a 1-D tensor, one after another, shaped as `like`: one call, not two each."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+
+
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """All norms in one call, accumulated in `dtype`; the public get_total_norm has only the tensors' own."""
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
@@ -284,10 +289,10 @@ def without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
     return _disable_dynamo(fn)
 
 
-def run_grad_hooks(param: Tensor, grad: Tensor) -> Tensor:
+def run_grad_hooks(param: Tensor, grad: DTensor) -> DTensor:
     """Run what `param.register_hook` collected: autograd never sees the sharded parameter, so it cannot."""
     for hook in (param._backward_hooks or {}).values():
-        changed = hook(grad)
+        changed: Any = hook(grad)
         grad = grad if changed is None else changed
     return grad
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 
 from shardkit._torch import serve_cpu_shards
 from shardkit.assemble import UnitPolicy
-from shardkit.hooks import install_hooks, post_forward, pre_forward
+from shardkit.hooks import install_hooks, leave_forward, post_forward, pre_forward
 from shardkit.interop import UnitState, attach_unit, unit_of
 from shardkit.mesh import DataAxes, data_axes, default_mesh, device_of, shard_subgroup
 from shardkit.module import FSDPModule, become_fsdp_module
@@ -124,8 +124,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(self: nn.Module, *args: object, **kwargs: object) -> object:
-        args, kwargs = pre_forward(unit, self, args, kwargs)
-        return post_forward(unit, self, method(*args, **kwargs))
+        try:
+            args, kwargs = pre_forward(unit, self, args, kwargs)
+            return post_forward(unit, self, method(*args, **kwargs))
+        finally:
+            leave_forward(unit)
 
     setattr(module, method_name, types.MethodType(gathered, module))
 

@@ -172,8 +172,8 @@ def _make_bucket(params: list[ShardedParam], policy: UnitPolicy) -> Bucket:
         shard_device=torch.device("cpu") if policy.offloads and not local.is_meta else local.device,
         pin_memory=policy.pins and not local.is_meta,
     )
-    shard_route = None if axes.shard_group is None else new_route(axes.shard_group)
-    replicate_route = None if axes.replicate_group is None else new_route(axes.replicate_group)
+    shard_route = None if axes.shard_group is None else new_route(axes.shard_group, policy.device)
+    replicate_route = None if axes.replicate_group is None else new_route(axes.replicate_group, policy.device)
     return Bucket(params, spec, shard_route, replicate_route)
 
 

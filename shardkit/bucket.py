@@ -11,6 +11,7 @@ read from them. *When* to gather is decided elsewhere (`schedule.py`, `hooks.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -59,7 +60,7 @@ class Bucket:
         self._gathered: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
         self._versions: list[int] = []  # of those, when they were registered
         self._wants_grad: list[bool] = []
-        self._seen = (-1, -1)
+        self._seen = self._gathering = (-1, -1)  # the values that were gathered, and are being gathered
         for param, slot in zip(self.params, spec.layout.slots, strict=True):
             param.place_in(self.shard, slot)
 
@@ -92,8 +93,14 @@ class Bucket:
 
     def start_unshard(self, streams: Streams) -> None:
         """Start to gather. Collective over the shard axis (over `small_group` after `reshard_to`)."""
-        if self._pending is not None or (self.is_unsharded and not self.is_stale):
-            return
+        if self._pending is not None:
+            if self._gathering == self._fingerprint_of_values():
+                return
+            self.drop_gather()  # the shards were changed since it was started
+        if self.is_unsharded:
+            self._follow_gathered()
+            if not self.is_stale:
+                return
         streams.reclaim(keep=1 if self.unsharded is None or not streams.is_retired(self.unsharded) else 0)
         with torch.no_grad(), streams.on(streams.all_gather):
             self._pending = self._gather()
@@ -113,10 +120,11 @@ class Bucket:
             with torch.no_grad():
                 self._complete()
         self._pending = self._ready = self._piece = None
-        seen = self._fingerprint_of_values()
-        if self._seen != seen:  # an older graph that saved the old values must not compute with the new ones
+        if (
+            self._seen != self._gathering
+        ):  # an older graph that saved the old values must not compute with the new ones
             torch.autograd.graph.increment_version(self._gathered)
-            self._seen = seen
+            self._seen = self._gathering
         wants_grad = [param.sharded.requires_grad for param in self.params]
         if self._wants_grad != wants_grad:
             self._wants_grad = wants_grad
@@ -132,6 +140,7 @@ class Bucket:
         self._piece = None
         if not self.is_unsharded:
             return
+        self._follow_gathered()
         for param in self.params:
             param.register(param.sharded)
         assert self.unsharded is not None
@@ -191,6 +200,14 @@ class Bucket:
         """The shards were written to by something that leaves no other trace, as a fused optimizer."""
         self.changes += 1
 
+    def _follow_gathered(self) -> None:
+        """Let the shards require gradients as the gathered parameters, where the user toggled those."""
+        wants_grad = [tensor.requires_grad for tensor in self._gathered]
+        if wants_grad != self._wants_grad:
+            for param, wants in zip(self.params, wants_grad, strict=True):
+                param.sharded.requires_grad_(wants)
+            self._wants_grad = wants_grad
+
     def _check_not_written(self) -> None:
         """Refuse to throw away what the user wrote to a gathered parameter."""
         versions = [tensor._version for tensor in self._gathered]
@@ -201,7 +218,8 @@ class Bucket:
         self._versions = versions
         raise GatheredParamError(
             f"param {names[0]!r}: it was changed in place while gathered ({names}), and the change would be "
-            "lost now that it is resharded. Call reshard() on its module first, then change the shards."
+            "lost now that it is resharded. Call reshard() on its module first, then change the shards; what "
+            "a module changes in its own forward, as Embedding(max_norm=...), has to be done outside of it."
         )
 
     def _fingerprint_of_values(self) -> tuple[int, int]:
@@ -212,9 +230,10 @@ class Bucket:
     def _gather(self) -> Pending:
         rows = self._allocate_rows()
         self._rows = rows
+        self._gathering = self._fingerprint_of_values()
         layout, route = self.spec.layout, self.route
         if self._piece is not None and self.small_group is not None and route is not None:
-            return all_gather(rows, self._piece, Route(self.small_group, route.tag), self.label)
+            return all_gather(rows, self._piece, replace(route, group=self.small_group), self.label)
         own = rows[layout.rank * layout.row_numel :][: layout.row_numel]
         if route is None or layout.num_ranks == 1:
             own.copy_(self.shard.flat, non_blocking=True)

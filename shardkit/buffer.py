@@ -7,10 +7,12 @@ again as soon as the bytes are back. It decides nothing and sends nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 
 class FlatBuffer:
@@ -52,6 +54,19 @@ class FlatBuffer:
             stride = contiguous_stride(shape)
             empty = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
             return empty.set_(self._storage, offset, tuple(shape), stride)
+
+    def alias(self, offset: int, shape: Sequence[int]) -> Tensor:
+        """The same, with a storage object of its own over these bytes; only for a buffer that is never freed.
+
+        torch.save writes whole storages, so a saved parameter would bring its bucket along; and torch cannot
+        pickle a DTensor whose local tensor starts inside its storage.
+        """
+        if self.flat.is_meta:
+            return self.tensor(offset, shape)
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self.flat[offset : offset + math.prod(shape)]
+            own = from_dlpack(flat.view(torch.uint8)) if flat.numel() else flat.new_empty(0)
+            return own.view(flat.dtype).view(tuple(shape))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

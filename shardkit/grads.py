@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardkit._torch import ReduceScatter
+from shardkit._torch import ReduceScatter, split_flat
 from shardkit.buffer import FlatBuffer
 from shardkit.layout import BucketSpec, Layout, Segment, reduce_layout
 from shardkit.sharded_param import ShardedParam
@@ -38,6 +38,10 @@ class GradBuffer:
         self._rows: Tensor | None = None  # (num_ranks * row_numel,)
         self._placed_in: Tensor | None = None  # the rows that `_places` are views of
         self._places: dict[int, list[Tensor]] = {}  # of each parameter in the rows, a tensor a segment
+        self._gaps: list[Tensor] = []
+        self._tails = self._all_used = torch.empty(0)  # (num_ranks, tail_numel), and what they mostly hold
+        self._row_pieces: list[Tensor] = []  # meta tensors shaped as what follows one another in a row
+        self._piece_of: list[int] = []  # which of them is the gradient of each trainable parameter
         self._used: set[int] = set()
 
     @property
@@ -78,18 +82,20 @@ class GradBuffer:
         """
         if self._rows is None:
             self._allocate()
-        rows, layout = self._rows, self.layout
-        assert rows is not None and layout is not None
+        rows = self._rows
+        assert rows is not None
         unused = [index for index in self.trainable if index not in self._used]
         if unused:
             torch._foreach_zero_([place for index in unused for place in self._places_of(index)])
-        used = [float(index in self._used) for index in self.trainable]
-        flags = torch.tensor(used + [1.0 - flag for flag in used], dtype=rows.dtype, device=rows.device)
-        tail = (layout.num_ranks, layout.tail_numel)
-        rows.as_strided(tail, (layout.row_numel, 1), layout.row_numel - layout.tail_numel).copy_(flags)
+        self._tails.copy_(self._flags(unused) if unused else self._all_used)
         self._rows = None
         self._used = set()
         return rows, not unused
+
+    def split_row(self, row: Tensor) -> list[Tensor]:
+        """This rank's part of every trainable parameter's gradient, views of a reduced row (row_numel,)."""
+        views = split_flat(row, self._row_pieces)
+        return [views[piece] for piece in self._piece_of]
 
     def free(self) -> None:
         """Give up the rows that were taken; the reduction has consumed them."""
@@ -107,6 +113,7 @@ class GradBuffer:
         if self.layout is None or trainable != self.trainable:
             self.trainable, self._buffer, self._places = trainable, None, {}
             self.layout = reduce_layout(self.spec.layout, trainable, 2 * len(trainable))
+            self._row_pieces, self._piece_of = _pieces_of_row(self.layout)
         layout, spec = self.layout, self.spec
         if self.comm is not None:
             rows = self.comm.allocate((layout.numel,), dtype=spec.reduce_dtype, device=spec.device)
@@ -120,9 +127,20 @@ class GradBuffer:
             rows = self._buffer.flat
         if rows is not self._placed_in:
             self._placed_in, self._places = rows, {}
-        for gap in layout.gaps:
-            rows.as_strided((gap.num_rows, gap.numel), (layout.row_numel, 1), gap.offset).zero_()
+            strides = (layout.row_numel, 1)
+            self._gaps = [rows.as_strided((g.num_rows, g.numel), strides, g.offset) for g in layout.gaps]
+            tail = (layout.num_ranks, layout.tail_numel)
+            self._tails = rows.as_strided(tail, strides, layout.row_numel - layout.tail_numel)
+            self._all_used = self._flags(())
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
         self._rows = rows
+
+    def _flags(self, unused: Sequence[int]) -> Tensor:
+        """(2 * num_trainable,): ones for what was used, then ones for what was not."""
+        used = [float(index not in unused) for index in self.trainable]
+        spec = self.spec
+        return torch.tensor(used + [1.0 - flag for flag in used], dtype=spec.reduce_dtype, device=spec.device)
 
     def _places_of(self, index: int) -> list[Tensor]:
         """Where the gradient of a parameter goes in the rows."""
@@ -138,8 +156,10 @@ class GradBuffer:
         """The gradient, cut as its places are."""
         local = self.params[index].sharding.local_grad(grad)
         local = (local.to_dense() if local.is_sparse else local).contiguous()
-        start = local.storage_offset()
         segments = self._segments(index)
+        if len(segments) == 1 and len(segments[0].size) <= 2:
+            return [local.view(segments[0].size)]  # all of it, in order
+        start = local.storage_offset()
         return [local.as_strided(s.size, s.param_strides, start + s.param_offset) for s in segments]
 
     def _segments(self, index: int) -> tuple[Segment, ...]:
@@ -150,3 +170,19 @@ class GradBuffer:
                 "without gradient sync, whose buffer has no place for it. Switch it after a synced backward."
             )
         return self.layout.slots[self.trainable.index(index)].segments
+
+
+def _pieces_of_row(layout: Layout) -> tuple[list[Tensor], list[int]]:
+    """The parameters' parts of a row, and the padding between them, in order; and where each parameter is."""
+    pieces: list[Tensor] = []
+    piece_of = [0] * len(layout.slots)
+    end = 0
+    for position in sorted(range(len(layout.slots)), key=lambda i: layout.slots[i].shard_offset):
+        slot = layout.slots[position]
+        start = slot.shard_offset if slot.local_numel else end
+        if start > end:
+            pieces.append(torch.empty(start - end, device="meta"))
+        piece_of[position] = len(pieces)
+        pieces.append(torch.empty(slot.local_shape, device="meta"))
+        end = start + slot.local_numel
+    return pieces, piece_of

@@ -19,6 +19,7 @@ other, but neither reshards nor enters the order: its backward follows at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
 from shardkit.schedule import reshards_after_forward
-from shardkit.unit import Tree, Unit
+from shardkit.unit import Run, Unit
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -46,19 +47,27 @@ def install_hooks(unit: Unit) -> None:
     def after(module: nn.Module, args: Args, output: object) -> object:
         return post_forward(unit, module, output)
 
+    def after_all(module: nn.Module, args: Args, output: object) -> None:
+        leave_forward(unit)
+
     for module in unit.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
+        module.register_forward_hook(
+            after_all, always_call=True
+        )  # an exception too must not leave it entered
 
 
 @without_dynamo
 def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Gather the unit's parameters and cast the inputs. Collective over the shard axis."""
     recomputing = in_backward() and unit.in_backward  # see [Note: recomputation]
-    first = not recomputing and (len(unit.modules) == 1 or not unit.modules_to_run)
+    first = not recomputing and unit.depth == 0 and (len(unit.modules) == 1 or not unit.modules_to_run)
     if first:
         args, kwargs = _begin_iteration(unit, args, kwargs)
-        unit.modules_to_run.update(unit.modules)
+        unit.modules_to_run = set(unit.modules)
+        unit.expects_backward = False
+    unit.depth += 1
     precision = unit.policy.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         args = cast_floating(args, precision.param_dtype)  # type: ignore[assignment]
@@ -77,14 +86,20 @@ def post_forward(unit: Unit, module: nn.Module, output: object) -> object:
     """Free the unit's parameters where the schedule says so, and cast the outputs."""
     recomputing = in_backward()
     if not (recomputing and unit.in_backward):
-        unit.modules_to_run.discard(module)
         _call_before_output_grads(unit, output)
-        if not unit.modules_to_run and not recomputing:
-            _complete_forward(unit)
-    if not recomputing and unit.tree.forward_root is unit and not unit.modules_to_run:
-        _end_iteration(unit.tree)
+        if unit.depth == 1:
+            unit.modules_to_run.discard(module)
+            if not unit.modules_to_run and not recomputing:
+                _complete_forward(unit)
+    if unit.depth == 1 and not recomputing and unit.tree.forward_root is unit and not unit.modules_to_run:
+        _end_iteration(unit)
     dtype = unit.policy.precision.output_dtype
     return output if dtype is None else cast_floating(output, dtype)
+
+
+def leave_forward(unit: Unit) -> None:
+    """A forward of the unit is over, or has failed."""
+    unit.depth = max(0, unit.depth - 1)
 
 
 @without_dynamo
@@ -142,6 +157,8 @@ def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
             "module that holds them, last."
         )
     tree.forward_root = unit
+    for other in tree.units:
+        other.reshard_if_spent()
     tree.reductions.check_use()
     check_all_managed(tree)
     check_ranks_agree(tree)
@@ -160,22 +177,24 @@ def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
 def _complete_forward(unit: Unit) -> None:
     """All modules of the unit have run: free it or keep it, and let backward know that it was here."""
     setting = unit.settings.reshard_after_forward
-    with_grad = torch.is_grad_enabled()
+    with_grad = unit.expects_backward
     if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
         unit.reshard_after_forward()
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
 
 
-def _end_iteration(tree: Tree) -> None:
-    """The outermost forward is over: complete units of which it ran only some modules (a loss computed in
-    chunks).
-    """
+def _end_iteration(root: Unit) -> None:
+    """The outermost forward is over: complete units that it ran in part, drop gathers that nobody used."""
+    tree = root.tree
     tree.forward_root = None
     for unit in tree.units:
         if unit.modules_to_run:
             unit.modules_to_run.clear()
             _complete_forward(unit)
+        if not root.expects_backward and not unit.is_pinned:
+            for bucket in unit.buckets:
+                bucket.drop_gather()
 
 
 def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -201,14 +220,18 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
     if not torch.is_grad_enabled():
         return
 
+    run = Run(unit)
+
     def hook(grad: Tensor) -> Tensor:
-        return pre_backward(unit, grad)
+        return pre_backward(run.unit, grad)
 
     for tensor in find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(hook)
-    for _, kept in unit.managed:
-        for value in vars(kept).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None and value not in _hooked:
-                _hooked[value] = True
-                value.register_hook(hook)
+            unit.expects_backward = True
+    for value in unit.kept_tensors():
+        if value not in _hooked:
+            _hooked[value] = True
+            value.register_hook(hook)
+            unit.expects_backward = True
+    unit.runs.append(weakref.ref(run))

@@ -204,7 +204,7 @@ class FSDPModule(TorchFSDPModule):
                 groups[name] = dist.new_group(
                     ranks, use_local_synchronization=True, group_desc="shardkit_reduce_scatter"
                 )
-            bucket.reduce_route = new_route(groups[name]) if enable else bucket.route
+            bucket.reduce_route = new_route(groups[name], bucket.spec.device) if enable else bucket.route
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters; an embedding's does not."""

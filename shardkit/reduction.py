@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
 from shardkit.bucket import Bucket
-from shardkit.buffer import contiguous_stride
 from shardkit.collectives import Pending, all_reduce, can_average, reduce_scatter
 from shardkit.errors import UnevenUseError
 from shardkit.layout import Layout
@@ -174,26 +173,25 @@ class Reduction:
         """Views of the row become, or are added to, the gradients of the sharded parameters."""
         spec = self.bucket.spec
         row = row.to(spec.dtype)
-        params: list[ShardedParam] = []
-        for position, index in enumerate(self._trainable):
-            if not used[position]:
-                continue
-            slot, param = self._layout.slots[position], self.bucket.params[index]
-            local = row.as_strided(slot.local_shape, contiguous_stride(slot.local_shape), slot.shard_offset)
-            self._add_grad(param, self._offload(param, local))
-            params.append(param)
-        for param in params:
-            run_post_accumulate_hooks(param.sharded)
+        params = [self.bucket.params[index] for index in self._trainable]
+        locals_ = self.bucket.grads.split_row(row)
+        offloads = spec.shard_device != row.device
+        for param, local, is_used in zip(params, locals_, used, strict=True):
+            if is_used:
+                self._add_grad(param, self._offload(param, local) if offloads else local)
+        for param, is_used in zip(params, used, strict=True):
+            if is_used and has_grad_hooks(param.sharded):
+                run_post_accumulate_hooks(param.sharded)
 
     def _offload(self, param: ShardedParam, local: Tensor) -> Tensor:
         spec = self.bucket.spec
-        if local.device == spec.shard_device:
-            return local
         read_at_once = param.sharded.grad is not None or has_grad_hooks(param.sharded)
         return local.to(spec.shard_device, non_blocking=spec.pin_memory and not read_at_once)
 
     def _add_grad(self, param: ShardedParam, local: Tensor) -> None:
-        grad = run_grad_hooks(param.sharded, param.sharding.wrap_sharded(local))
+        grad = param.sharding.wrap_sharded(local)
+        if has_grad_hooks(param.sharded):
+            grad = run_grad_hooks(param.sharded, grad)
         held = param.sharded.grad
         if held is None:
             param.sharded.grad = grad

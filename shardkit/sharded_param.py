@@ -79,7 +79,7 @@ class ShardedParam:
 
     def place_in(self, shard: FlatBuffer, slot: Slot) -> None:
         """Move this rank's part into `shard`; the parameter object stays the one that optimizers hold."""
-        local = shard.tensor(slot.shard_offset, slot.local_shape)
+        local = shard.alias(slot.shard_offset, slot.local_shape)
         if not local.is_meta:
             local.copy_(self.local)
         self.local, self.unsharded = local, None
@@ -111,7 +111,7 @@ class ShardedParam:
         """Build the gathered form, once, on the bucket's unsharded bytes."""
         with torch.inference_mode(False):
             tensor = self.sharding.wrap_unsharded(buffer.tensor(slot.unsharded_offset, slot.shape))
-            self.unsharded = nn.Parameter(tensor, requires_grad=False)
+            self.unsharded = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
         gathered_names[self.unsharded] = self.name
         return self.unsharded
 
@@ -126,8 +126,8 @@ class ShardedParam:
         assert unsharded is not None
         if unsharded.requires_grad != self.sharded.requires_grad:
             unsharded.requires_grad_(self.sharded.requires_grad)
-            if unsharded.requires_grad and not has_grad_hooks(unsharded):
-                unsharded.register_post_accumulate_grad_hook(make_hook())
+        if unsharded.requires_grad and not has_grad_hooks(unsharded):
+            unsharded.register_post_accumulate_grad_hook(make_hook())
 
 
 def _describe(param: Tensor | None) -> str:

@@ -38,6 +38,15 @@ class UnitSettings:
     backward_prefetch: list[Unit] = field(default_factory=list)
 
 
+class Run:
+    """One forward of a unit: held by its autograd hooks alone, so it lives as long as a backward may come."""
+
+    __slots__ = ("__weakref__", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+
 class Unit:
     """The parameters of one `fully_shard` call and their buckets."""
 
@@ -54,7 +63,11 @@ class Unit:
         with torch.no_grad():
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
-        self.modules_to_run: set[nn.Module] = set()  # of several modules: what this forward has not run yet
+        self._watched = [_attributes_to_watch(module) for _, module in managed]
+        self.depth = 0  # forwards of the unit's modules that are running now, one in another
+        self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
+        self.expects_backward = False  # an output of this forward requires a gradient
+        self.runs: list[weakref.ref[Run]] = []  # forwards whose graph may be alive
         self.is_pinned = False  # the user called unshard()
         self.in_backward = False  # between pre_backward and post_backward
         self.tree = Tree(self)
@@ -105,6 +118,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.reshard(self.tree.streams)
 
+    def reshard_if_spent(self) -> None:
+        """Reshard what an earlier forward left gathered for a backward that can no longer come."""
+        self.runs = [run for run in self.runs if run() is not None]
+        if not self.runs and not self.is_pinned and self.settings.reshard_after_backward:
+            self.reshard()
+
     def reshard_after_forward(self) -> None:
         """Reshard as the setting says: wholly, or to a piece that fewer ranks can gather again."""
         setting = self.settings.reshard_after_forward
@@ -134,9 +153,24 @@ class Unit:
             for bucket in self.buckets:
                 self._reduce(bucket)
 
+    def kept_tensors(self) -> list[Tensor]:
+        """Tensors with a graph that the modules keep as attributes: a loss may start from them.
+
+        Only what may become a tensor is looked at: attributes that held a number, a tensor or nothing when
+        the unit was made, and all of a module that has got new ones since.
+        """
+        found = []
+        for attributes, num_attributes, names in self._watched:
+            for name in names if len(attributes) == num_attributes else list(attributes):
+                value = attributes.get(name)
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    found.append(value)
+        return found
+
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
         self.modules_to_run.clear()
+        self.depth = 0
         self.in_backward = False
         for bucket in self.buckets:
             for param in bucket.params:
@@ -238,6 +272,17 @@ def managed_params() -> dict[int, str]:
 
 
 _live_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
+    """A module's attributes, how many there are, and the names of those that may become a tensor."""
+    attributes = vars(module)
+    own = attributes.keys() - _MODULE_ATTRIBUTES
+    names = [name for name in own if isinstance(attributes[name], (int, float, Tensor, type(None)))]
+    return attributes, len(attributes), names
+
+
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
 def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Callable[[Tensor], None]:

@@ -34,6 +34,11 @@ def watch_state_dicts(unit: Unit) -> None:
     """Let `state_dict` and `load_state_dict`, of any module above or inside the unit, see its shards."""
 
     def to_shards(*_: object) -> None:
+        if unit.depth > 0:
+            raise RuntimeError(
+                f"unit {unit.name!r}: its state dict was asked for, or loaded, while its forward runs on the "
+                "gathered parameters. Do it before or after the forward."
+            )
         unit.reshard()
         unit.adopt()
 
