@@ -18,10 +18,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Placement, Replicate
 
-from shardkit._torch import DataParallelMeshInfo, concatenate_meshes, flatten_mesh, roles_of_mesh_info
+from shardkit._torch import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    concatenate_meshes,
+    flatten_mesh,
+    roles_of_mesh_info,
+)
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -76,7 +81,7 @@ def default_mesh() -> DeviceMesh:
         RuntimeError: there is no process group and no launcher to make one.
     """
     _init_default_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
