@@ -1,25 +1,54 @@
 """Every private torch API that shardkit touches: one small function each, with the reason.
 
 Level 0 of the data flow. When a torch release moves one of these names, this is the file to change.
-Supported: torch >=2.11,<2.15.
+Supported: torch >=2.11,<2.15; a new torch is tried here first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from operator import attrgetter
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.tensor._random as dtensor_random
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch._ops import OpOverload
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
+from torch.distributed._composable_state import _State
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo as DataParallelMeshInfo
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor._random import OffsetBasedRNGTracker
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
+
+__all__ = ["DTensorSpec", "OpOverload", "TensorMeta"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 except ImportError:  # torch 2.11 has none
 
-    @dataclass(frozen=True)
+    @dataclasses.dataclass(frozen=True)
     class DataParallelMeshDims:  # type: ignore[no-redef]
         """The names of the mesh axes that shard and that replicate, as torch's own class from 2.12 on."""
 
@@ -70,6 +99,85 @@ def roles_of_mesh_info(info: DataParallelMeshInfo) -> MeshRoles:
     return MeshRoles(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
 
 
+# ---------------------------------------------------------------- DTensors
+
+# The local tensor itself (`to_local` may return a view that records a gradient) and the layout record (mesh,
+# placements, global shape, stride, dtype). Getters in C: `map(local_of, tensors)` is the hot path of foreach.
+local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+
+# new_dtensor(cls, local, spec, requires_grad=False). Calling `cls(...)` also runs an `__init__` that dynamo
+# wraps, which takes twice the time.
+new_dtensor: Callable[..., DTensor] = torch.Tensor._dtensor__new__
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """The layout record that a DTensor holds; torch has no public constructor for uneven locals."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def meta_of(spec: DTensorSpec) -> TensorMeta:
+    """Global shape, stride and dtype, which every DTensor's spec has; its own type allows None."""
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same layout for another dtype."""
+    meta = meta_of(spec)
+    if meta.dtype == dtype:
+        return spec
+    return dataclasses.replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def cuts_dim(placement: Placement, dim: int) -> bool:
+    """Whether a stock placement divides `dim`; _StridedShard is no Shard in some releases."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def make_strided_shard(dim: int, split_factor: int) -> Placement:
+    """Data-parallel rows of a tensor whose same dim tensor parallelism has cut first: only torch's class says it."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def strided_shard(placement: Placement) -> tuple[int, int] | None:
+    """(dim, split factor) of torch's _StridedShard, which FSDP2 puts over a TP Shard of the same dim."""
+    return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
+
+
+def norm_partial(norm_type: float) -> Placement:
+    """A pending p-norm; the public Partial could only add the ranks' norms."""
+    return _NormPartial(norm_type)
+
+
+def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """All-reduce over one mesh axis by the functional collective, which torch.compile can trace."""
+    reduced: torch.Tensor = functional.all_reduce(tensor, reduce_op, (mesh, axis))
+    return functional.wait_tensor(reduced)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride: object) -> DTensor:
+    """What DTensor makes of the pieces that a traced graph gives back; their form changes between releases."""
+    rebuild = DTensor.__tensor_unflatten__
+    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def set_local(tensor: Tensor, local: Tensor) -> None:
+    """Let a DTensor live in other bytes, keeping the object that optimizers and users hold."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def wait_async(tensor: Tensor) -> Tensor:
+    """A gradient that tensor parallelism is still communicating, once it has arrived."""
+    return tensor.wait() if isinstance(tensor, functional.AsyncCollectiveTensor) else tensor
+
+
 # ---------------------------------------------------------------- lists of tensors
 
 
@@ -81,3 +189,163 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) ->
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """All products in one call; the public clip_grads_with_norm_ takes DTensors only with a DTensor norm."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def register_foreach_type(cls: type[DTensor]) -> None:
+    """Let stock optimizers and clip_grad_norm_ choose foreach by default; their lists hold exact types."""
+    for supported in (optimizer_foreach_types, utils_foreach_types):
+        if cls not in supported:
+            supported.append(cls)
+
+
+# ---------------------------------------------------------------- modules
+
+
+def param_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict in which a module keeps its parameters; `setattr` costs 20 times as much, for every swap of every step."""
+    return module._parameters
+
+
+def is_replicated_module(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` manages the module, so that nothing else may."""
+    return "replicate" in (_get_registry(module) or {})
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+class ShardRandom(OffsetBasedRNGTracker):
+    """Random fills of DTensors whose local part is on the CPU: every shard draws numbers of its own.
+
+    torch's tracker serves accelerators only, and without one all ranks fill their shards with the same numbers. As
+    there, all ranks must have the same generator state; it moves on by one draw for each fill.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.device_type == "cpu":
+            self._device = torch.device("cpu")
+            self._use_distribute_region = True
+        else:
+            super().__init__(mesh, run_state_sync=False)
+
+    @contextmanager
+    def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Iterator[None]:
+        on_device = nullcontext() if self._device.type == "cpu" else super()._distribute_region(spec, generator)
+        source = generator if generator is not None and generator.device.type == "cpu" else torch.default_generator
+        seed = int(torch.randint(2**62, (), generator=source))
+        state = torch.default_generator.get_state()
+        with on_device:
+            torch.default_generator.manual_seed((seed + 0x9E3779B97F4A7C15 * shard_index(spec)) % 2**63)
+            try:
+                yield
+            finally:
+                torch.default_generator.set_state(state)
+
+
+def shard_index(spec: DTensorSpec) -> int:
+    """The number of this rank's shard; ranks that hold copies of one shard have the same."""
+    index = 0
+    for dim, (placement, coordinate) in enumerate(zip(spec.placements, spec.mesh.get_coordinate() or (), strict=False)):
+        if not isinstance(placement, (Replicate, Partial)):
+            index = index * spec.mesh.size(dim) + coordinate
+    return index
+
+
+def serve_cpu_shards(mesh: DeviceMesh) -> None:
+    """Let DTensor fill CPU shards with `ShardRandom`; torch has no call to choose a tracker."""
+    if dtensor_random._rng_tracker is None:
+        dtensor_random._rng_tracker = ShardRandom(mesh)
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: then a forward is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call once when the running backward has finished; autograd offers it to DDP and FSDP only."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
+    """Keep torch.compile out of `fn`, importing it at the first call: `torch.compiler.disable` imports it at once."""
+    return _disable_dynamo(fn)
+
+
+def run_grad_hooks(param: Tensor, grad: Tensor) -> Tensor:
+    """Run what `param.register_hook` collected: autograd never sees the sharded parameter, so it cannot."""
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def run_post_accumulate_hooks(param: Tensor) -> None:
+    """Run what `param.register_post_accumulate_grad_hook` collected, for the same reason."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
+
+
+def has_grad_hooks(param: Tensor) -> bool:
+    """Whether the user hung any hook on the parameter."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+# ---------------------------------------------------------------- c10d
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves `device` in `group`; the public name is of the group's default device only."""
+    return str(group._get_backend(device).name()).lower()
+
+
+def default_store() -> dist.Store:
+    """The rendezvous store: the one channel with a timeout of its own that names who is missing."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def all_gather_single(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
+    """all_gather into one tensor, under the name that this torch does not call deprecated."""
+    _ALL_GATHER(output, input_, group=group)
+
+
+def reduce_scatter_single(output: Tensor, input_: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """reduce_scatter of one tensor, under the name that this torch does not call deprecated."""
+    _REDUCE_SCATTER(output, input_, op=op, group=group)
+
+
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+# ---------------------------------------------------------------- torch's fully_shard
+
+
+def attach_state(module: nn.Module, state: _State) -> None:
+    """Put `state` where torch's `fully_shard.state(module)` looks; its pipelining finds a sharded stage only there.
+
+    The key is torch's undecorated function, which lives in the closure of `fully_shard.state`.
+    """
+    vars(module).setdefault(STATE_KEY, {})[_STATE_FUNCTION] = state
+    vars(module).setdefault(REGISTRY_KEY, {})[_STATE_FUNCTION.__name__] = RegistryItem()
+
+
+def state_of(module: nn.Module) -> object:
+    """What `attach_state`, or torch's own `fully_shard`, put there."""
+    return vars(module).get(STATE_KEY, {}).get(_STATE_FUNCTION)
+
+
+_STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["func"]
+
+
+def process_group_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:
+    """torch's own comms over the group's allocator; it publishes the interface, not these."""
+    return ProcessGroupAllocAllGather(group), ProcessGroupAllocReduceScatter(group)
+
+
+def symmetric_memory_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter | None]:
+    """torch's own comm over NCCL symmetric memory, for gathers; its reduce-scatter only sums."""
+    return SymmMemAllGather(group, "NCCL"), None

@@ -1,0 +1,336 @@
+"""What an elementwise operator does to the local tensors of RaggedTensors, and which rule an operator has.
+
+Level 6 of the data flow, below `ragged.py`, which calls `RULES` for every operator. A rule gets the class to
+build, the operator and its arguments. Whether operands match is decided on global shapes and layouts, never
+on local ones: a rank that holds one row would broadcast it silently. An operand may be
+
+    a RaggedTensor in the same layout         its local tensor
+    a RaggedTensor (8, 1) against (8, 3)      its local tensor, if the rows lie alike
+    a DTensor, replicated or pending          the part of it that this rank's elements meet
+    a plain tensor of no dims, or a number    as it is
+
+and anything else raises. So does an operator without a rule: no answer rather than a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
+from shardkit.boxes import local_part, local_shape
+from shardkit.placement import RaggedShard
+from shardkit.specs import coordinate_of, layout_of, ragged_of, same_layout, spec_with
+
+Args = tuple[object, ...]
+Kwargs = Mapping[str, object]
+Rule = Callable[[type[DTensor], OpOverload, Args, Kwargs], object]
+
+RULES: dict[OpOverload, Rule] = {}  # filled by `find_rule` as operators are met
+NAMED_RULES: dict[str, Rule] = {}  # operator name without overload -> rule; filled by the `rule` decorator
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Make the decorated function the rule of the operators named in `names`."""
+
+    def register(function: Rule) -> Rule:
+        NAMED_RULES.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return register
+
+
+def find_rule(func: OpOverload) -> Rule:
+    """The rule of an operator that is met for the first time; without one, the rule that refuses."""
+    is_pointwise = torch.Tag.pointwise in func.tags
+    found = pointwise if is_pointwise else NAMED_RULES.get(base_name(func), _refuse_unknown)
+    return RULES.setdefault(func, found)
+
+
+def base_name(func: OpOverload) -> str:
+    """`add_` for aten::add_.Tensor."""
+    return func._schema.name.partition("::")[2]
+
+
+def refuse(func: OpOverload, why: str) -> NoReturn:
+    """Raise for a call that this layout cannot answer exactly."""
+    raise NotImplementedError(f"{func}: {why}")
+
+
+def _refuse_unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> NoReturn:
+    refuse(
+        func,
+        "no exact rule on a RaggedTensor. Gather it first with full_tensor(), work on to_local(), or go to "
+        "another layout with shardkit.redistribute.",
+    )
+
+
+# elementwise as well, or made for a shape alone, but not tagged so by torch
+@rule(
+    "alias detach clone copy_ _to_copy fill fill_ zero zero_ masked_fill masked_fill_ zeros_like ones_like "
+    "empty_like full_like _pin_memory lift_fresh"
+)
+def pointwise(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """Run an elementwise operator on the local tensors."""
+    spec: DTensorSpec | None = None
+    local_args: list[object] = []
+    for arg in args:
+        if type(arg) is cls:
+            assert isinstance(arg, DTensor)
+            if spec is None:
+                spec = spec_of(arg)
+            elif spec_of(arg) is not spec and not same_layout(spec_of(arg), spec):
+                return _pointwise_aligned(cls, func, args, kwargs)
+            local_args.append(local_of(arg))
+        elif isinstance(arg, torch.Tensor):
+            return _pointwise_aligned(cls, func, args, kwargs)
+        else:
+            local_args.append(arg)
+    if spec is None or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return _pointwise_aligned(cls, func, args, kwargs)
+    result = func(*local_args, **kwargs)
+    return args[0] if _written(func) else wrap(cls, result, spec)
+
+
+def _pointwise_aligned(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """Run an elementwise operator whose operands do not all lie alike."""
+    named = named_arguments(func, args, kwargs)
+    tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
+    target = next((t for t in tensors if isinstance(t, cls) and t.shape == shape), None)
+    if target is None:
+        refuse(func, f"no ragged operand has the result's shape {tuple(shape)}. Expand the replicated ones.")
+    spec = spec_of(target)
+    written = [named[name] for name in _written(func)]
+    for out in written:
+        if not isinstance(out, cls) or out.shape != shape:
+            refuse(func, f"writes {type(out).__name__}, expected a RaggedTensor of shape {tuple(shape)}.")
+
+    def to_local(value: object) -> object:
+        return aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
+
+    result = func(*map(to_local, args), **{name: to_local(value) for name, value in kwargs.items()})
+    if written:
+        return written[0] if len(written) == 1 else tuple(written)
+    return wrap(cls, result, spec)
+
+
+def aligned(func: OpOverload, cls: type[DTensor], operand: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What this rank's elements of a tensor in `spec` meet in `operand`, broadcastable to them."""
+    if not isinstance(operand, DTensor):
+        if operand.ndim:
+            refuse(
+                func,
+                f"a plain tensor of shape {tuple(operand.shape)} next to a RaggedTensor. If all ranks hold "
+                "the same values, wrap it with DTensor.from_local(tensor, mesh, [Replicate()]).",
+            )
+        return operand if meta_of(spec).shape else operand.reshape(1)
+    own = spec_of(operand)
+    if isinstance(operand, cls):
+        if _broadcasts_locally(own, spec):
+            return local_of(operand)
+        if _same_pieces(own, spec):
+            return local_of(operand).view(local_shape(layout_of(spec), coordinate_of(spec.mesh)))
+    elif own.mesh == spec.mesh and all(isinstance(p, Replicate | Partial) for p in own.placements):
+        return _replicated_part(operand, spec)
+    refuse(
+        func,
+        f"operands lie differently: {own.placements} and {spec.placements} for shape "
+        f"{tuple(meta_of(spec).shape)}. Bring one to the other's placements with shardkit.redistribute.",
+    )
+
+
+def _broadcasts_locally(small: DTensorSpec, large: DTensorSpec) -> bool:
+    """Whether local tensors broadcast exactly as global ones do: same rows, dims of size 1 behind."""
+    if same_layout(small, large):
+        return True
+    a, b = meta_of(small).shape, meta_of(large).shape
+    if small.mesh != large.mesh or len(a) != len(b):
+        return False
+    for p, q in zip(small.placements, large.placements, strict=True):
+        if isinstance(q, RaggedShard):
+            alike = q.same_layout(p) and a[: len(q.dims)] == b[: len(q.dims)]
+        elif isinstance(q, Shard):
+            alike = (p == q and a[q.dim] == b[q.dim]) or (isinstance(p, Replicate) and a[q.dim] == 1)
+        else:
+            alike = p == q
+        if not alike:
+            return False
+    return True
+
+
+def _same_pieces(a: DTensorSpec, b: DTensorSpec) -> bool:
+    """Whether the ranks hold the same elements, only counted in other units, as a view and its base may."""
+    shape = meta_of(a).shape
+    if a.mesh != b.mesh or shape != meta_of(b).shape:
+        return False
+    (axis_a, p), (axis_b, q) = ragged_of(a), ragged_of(b)
+    others_alike = all(
+        x == y for x, y in zip(a.placements, b.placements, strict=True) if not isinstance(x, RaggedShard)
+    )
+    return axis_a == axis_b and others_alike and p.local_numels(shape) == q.local_numels(shape)
+
+
+def _replicated_part(operand: DTensor, spec: DTensorSpec) -> torch.Tensor:
+    """The part of a replicated operand that this rank's elements meet; a pending reduction is done first."""
+    replicate = [Replicate()] * spec.mesh.ndim
+    full = local_of(operand.redistribute(placements=replicate))
+    if not full.ndim:
+        return full if meta_of(spec).shape else full.reshape(1)
+    if full.numel() == 1:
+        return full.reshape((1,) * len(local_shape(layout_of(spec), coordinate_of(spec.mesh))))
+    return local_part(full.expand(meta_of(spec).shape), layout_of(spec), coordinate_of(spec.mesh))
+
+
+@rule(
+    " ".join(
+        f"_foreach_{name} _foreach_{name}_"
+        for name in [
+            "abs",
+            "acos",
+            "add",
+            "addcdiv",
+            "addcmul",
+            "asin",
+            "atan",
+            "ceil",
+            "clamp_max",
+            "clamp_min",
+            "clone",
+            "copy",
+            "cos",
+            "cosh",
+            "div",
+            "erf",
+            "erfc",
+            "exp",
+            "expm1",
+            "floor",
+            "frac",
+            "lerp",
+            "lgamma",
+            "log",
+            "log10",
+            "log1p",
+            "log2",
+            "maximum",
+            "minimum",
+            "mul",
+            "neg",
+            "pow",
+            "reciprocal",
+            "round",
+            "rsqrt",
+            "sigmoid",
+            "sign",
+            "sin",
+            "sinh",
+            "sqrt",
+            "sub",
+            "tan",
+            "tanh",
+            "trunc",
+            "zero",
+        ]
+    )
+    + " _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+)
+def foreach(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """Run an elementwise operator over lists of tensors; lists may mix RaggedTensors with stock DTensors.
+
+    The way through for lists that lie alike, the optimizers' case, compares specs by identity in C.
+    """
+    tensors = args[0]
+    if type(tensors) is not list or set(map(type, tensors)) != {cls}:
+        return _foreach_apart(cls, func, args, kwargs)
+    specs = list(map(spec_of, tensors))
+    local_args: list[object] = []
+    for arg in args:
+        if isinstance(arg, list) and arg and isinstance(arg[0], torch.Tensor):
+            types = set(map(type, arg))
+            if types == {cls} and list(map(spec_of, arg)) == specs:
+                arg = list(map(local_of, arg))
+            elif types != {torch.Tensor} or any(tensor.ndim for tensor in arg):
+                return _foreach_apart(cls, func, args, kwargs)
+        elif isinstance(arg, DTensor):
+            return _foreach_apart(cls, func, args, kwargs)
+        local_args.append(arg)
+    results = func(*local_args, **{name: _replicated_scalar(func, value) for name, value in kwargs.items()})
+    return results and [wrap(cls, r, spec) for r, spec in zip(results, specs, strict=True)]
+
+
+def _foreach_apart(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """Split lists into stock tensors, which stock rules take, and ragged ones, whose operands are aligned."""
+    tensors = args[0]
+    if not isinstance(tensors, Sequence):
+        refuse(func, "expected a list of tensors first.")
+    ragged: list[int] = []
+    stock: list[int] = []
+    for index, tensor in enumerate(tensors):
+        (ragged if isinstance(tensor, cls) else stock).append(index)
+
+    def part(value: object, indices: list[int]) -> object:
+        is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
+        return [value[index] for index in indices] if is_list else value  # type: ignore[index]
+
+    results: dict[int, object] = {}
+    if stock:
+        out = func(*(part(arg, stock) for arg in args), **kwargs)
+        results.update(zip(stock, out or (), strict=False))
+    if ragged:
+        specs = [spec_of(tensors[index]) for index in ragged]
+        local_args = []
+        for arg in args:
+            arg = part(arg, ragged)
+            if isinstance(arg, list):
+                arg = [
+                    aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
+                    for value, spec in zip(arg, specs, strict=False)
+                ]
+            local_args.append(_replicated_scalar(func, arg))
+        out = func(*local_args, **{name: _replicated_scalar(func, value) for name, value in kwargs.items()})
+        results.update(
+            zip(ragged, (wrap(cls, r, s) for r, s in zip(out or (), specs, strict=False)), strict=False)
+        )
+    return [results[index] for index in range(len(tensors))] if results else None
+
+
+def _replicated_scalar(func: OpOverload, value: object) -> object:
+    """A DTensor given for all tensors of a list (a clipping factor, a learning rate) as a plain tensor."""
+    if not isinstance(value, DTensor):
+        return value
+    if value.numel() != 1:
+        refuse(func, f"a DTensor of shape {tuple(value.shape)} for a whole list, expected one element.")
+    return value.full_tensor()
+
+
+def wrap(cls: type[DTensor], result: object, spec: DTensorSpec) -> object:
+    """Results of an operator on local tensors, as tensors in the layout `spec`."""
+    if isinstance(result, torch.Tensor):
+        same = result.dtype == meta_of(spec).dtype
+        return new_dtensor(cls, result, spec if same else spec_with(spec, result.dtype), requires_grad=False)
+    if isinstance(result, tuple | list):
+        return type(result)(wrap(cls, item, spec) for item in result)
+    return result
+
+
+def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, object]:
+    """All arguments of a call by name, defaults included."""
+    arguments = func._schema.arguments
+    named: dict[str, object] = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return named | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
+
+
+@cache
+def _written(func: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that an operator writes."""
+    return tuple(
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

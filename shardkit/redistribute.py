@@ -1,0 +1,247 @@
+"""Moving a tensor from one layout to another: which elements go from whom to whom, then the messages.
+
+Level 6 of the data flow, below `ragged.py`. First a pure plan: each rank's boxes in the layout it has are
+intersected with the boxes that every rank wants, so what travels is exactly what the two layouts make
+necessary, and a rank that neither gives nor takes is not involved. Then the messages, at most one a pair of
+ranks, straight from and into the local tensors where the elements are contiguous there. Rows (2, 2, 0)
+becoming (0, 1, 3):
+
+    has     rank 0: a b    rank 1: c d    rank 2:              0 -> 1: a    0 -> 2: b    1 -> 2: c d
+    wants   rank 0:        rank 1: a      rank 2: b c d
+
+On an axis with a pending reduction every rank has a summand of each element; who wants the element gets all
+of them and adds in rank order: a reduce-scatter. Where the wanted layout replicates such an axis, its ranks
+first reduce what the other axes leave them and then all-reduce that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from shardkit import _torch
+from shardkit.boxes import Box, Layout, local_boxes, local_part, local_shape
+from shardkit.placement import RaggedShard, contiguous_stride
+from shardkit.specs import coordinate_of
+
+Coordinate = tuple[int, ...]
+
+
+class Message(NamedTuple):
+    """What goes to or comes from one peer: boxes of the local tensor, in an order both sides agree on."""
+
+    peer: Coordinate
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the message."""
+        return sum(math.prod(box.size) for box in self.boxes)
+
+    def run(self) -> tuple[int, int] | None:
+        """(offset, numel) if the boxes follow one another without a gap in the local tensor."""
+        start = end = self.boxes[0].local_offset
+        for box in self.boxes:
+            tight = contiguous_stride(box.size)
+            rigid = all(
+                size == 1 or a == b for size, a, b in zip(box.size, box.local_stride, tight, strict=True)
+            )
+            if box.local_offset != end or not rigid:
+                return None
+            end += math.prod(box.size)
+        return start, end - start
+
+
+class Exchange(NamedTuple):
+    """All messages of one rank; the one whose peer is the rank itself is a local copy."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan_exchange(source: Layout, target: Layout, me: Coordinate) -> Exchange:
+    """What the rank at `me` sends and receives when a tensor goes from `source` to `target`; pure."""
+    ranges = [
+        [at] if _stays_on(source, target, axis) else range(size)
+        for axis, (at, size) in enumerate(zip(me, source.mesh_shape, strict=True))
+    ]
+    wanted, held = local_boxes(target, me), local_boxes(source, me)
+    sends, receives = [], []
+    for peer in product(*ranges):
+        given = [h.intersect(w) for w in local_boxes(target, peer) for h in held]
+        taken = [w.intersect(h) for w in wanted for h in local_boxes(source, peer)]
+        sends.append(Message(peer, tuple(box for box in given if box is not None)))
+        receives.append(Message(peer, tuple(box for box in taken if box is not None)))
+    return Exchange(tuple(m for m in sends if m.boxes), tuple(m for m in receives if m.boxes))
+
+
+def _stays_on(source: Layout, target: Layout, axis: int) -> bool:
+    """Whether elements only move between ranks that agree on `axis`: replicas serve themselves."""
+    has, wants = source.placements[axis], target.placements[axis]
+    return isinstance(has, Replicate) or (isinstance(has, Partial) and isinstance(wants, Replicate))
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A transfer under way; the tensor it reads must not change before `wait` returns."""
+
+    works: list[dist.Work]
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        """The local tensor in the new layout."""
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+
+def transfer(local: torch.Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> Transfer:
+    """Start moving `local`, held in `source`, to `target`.
+
+    Collective over `mesh`: all ranks must call.
+    """
+    me = coordinate_of(mesh)
+    partial_axes = _partial_axes(source)
+    reduces = any(not _stays_on(source, target, axis) for axis in partial_axes)
+    exchange = plan_exchange(with_all_units(source, mesh), with_all_units(target, mesh), me)
+    local, new_local = local.contiguous(), local.new_empty(local_shape(target, me))
+    if reduces:
+        new_local.zero_()
+    sends = [(message.peer, _packed(message, local)) for message in exchange.sends if message.peer != me]
+    receives, unpacks = [], []
+    for message in exchange.receives:
+        run = message.run()
+        if message.peer == me:
+            own = next(m for m in exchange.sends if m.peer == me)
+            unpacks.append((message, _packed(own, local)))
+        elif run is not None and not reduces:
+            receives.append((message.peer, new_local.view(-1).narrow(0, *run)))
+        else:
+            scratch = local.new_empty(message.numel)
+            receives.append((message.peer, scratch))
+            unpacks.append((message, scratch))
+
+    def finish() -> torch.Tensor:
+        for message, flat in unpacks:
+            _unpack(message, flat, new_local, add=reduces)
+        return _finish_partial(new_local, source, target, mesh)
+
+    return Transfer(_start(sends, receives, mesh, me), finish)
+
+
+def scatter(
+    full: torch.Tensor, layout: Layout, mesh: DeviceMesh, root: Coordinate, device: torch.device
+) -> torch.Tensor:
+    """This rank's local tensor of `full`, whose values are those of the rank at `root`.
+
+    Collective over `mesh`: all ranks must call. Each rank receives its own part and no more.
+    """
+    me, layout = coordinate_of(mesh), with_all_units(layout, mesh)
+    if me != root:
+        local = torch.empty(local_shape(layout, me), dtype=full.dtype, device=device)
+        works = _start([], [(root, local)] if local.numel() else [], mesh, me)
+    else:
+        full, local = full.to(device), local_part(full.to(device), layout, me)
+        peers = [peer for peer in product(*map(range, layout.mesh_shape)) if peer != me]
+        parts = [(peer, local_part(full, layout, peer)) for peer in peers]
+        works = _start([(peer, part) for peer, part in parts if part.numel()], [], mesh, me)
+    for work in works:
+        work.wait()
+    return local
+
+
+def with_all_units(layout: Layout, mesh: DeviceMesh) -> Layout:
+    """The layout with the units of every tensor-parallel coordinate, which differ where TP divides unevenly.
+
+    Collective over the axes other than the ragged one in that case only.
+    """
+    axis = layout.ragged_axis
+    if axis is None:
+        return layout
+    ragged = layout.placements[axis]
+    assert isinstance(ragged, RaggedShard)
+    uneven = [
+        other
+        for other, placement in enumerate(layout.placements)
+        if isinstance(placement, Shard)
+        and placement.dim in ragged.dims
+        and layout.shape[placement.dim] % layout.mesh_shape[other]
+    ]
+    if not uneven:
+        return layout
+    me = coordinate_of(mesh)
+    units = {me[:axis] + me[axis + 1 :]: ragged.local_units}
+    for other in range(mesh.ndim):
+        if other != axis:
+            gathered: list[dict[Coordinate, tuple[int, ...]]] = [{} for _ in range(mesh.size(other))]
+            dist.all_gather_object(gathered, units, group=mesh.get_group(other))
+            units = {place: held for part in gathered for place, held in part.items()}
+    return replace(layout, other_units=tuple(sorted(units.items())))
+
+
+def _partial_axes(source: Layout) -> list[int]:
+    """Axes with a pending sum or mean; other pending reductions are stock DTensor's to finish."""
+    axes = [axis for axis, placement in enumerate(source.placements) if isinstance(placement, Partial)]
+    for axis in axes:
+        placement = source.placements[axis]
+        if type(placement) is not Partial or placement.reduce_op not in ("sum", "avg"):
+            raise NotImplementedError(
+                f"redistribute from {placement}: only sums and means are reduced into a ragged layout. "
+                "Reduce it first: tensor.redistribute(placements=[Replicate()])."
+            )
+    return axes
+
+
+def _finish_partial(local: torch.Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """All-reduce the axes that stay pending through the exchange, and turn sums into means."""
+    for axis in _partial_axes(source):
+        if _stays_on(source, target, axis):
+            local = _torch.all_reduce(local, "sum", mesh, axis)
+        placement = source.placements[axis]
+        if isinstance(placement, Partial) and placement.reduce_op == "avg":
+            local = local / source.mesh_shape[axis]
+    return local
+
+
+def _packed(message: Message, local: torch.Tensor) -> torch.Tensor:
+    """The message's elements as one flat tensor, a view of `local` where they lie so."""
+    run = message.run()
+    if run is not None:
+        return local.view(-1).narrow(0, *run)
+    return torch.cat([box.view(local).reshape(-1) for box in message.boxes])
+
+
+def _unpack(message: Message, flat: torch.Tensor, local: torch.Tensor, add: bool) -> None:
+    """Write or add a message's elements to `local`."""
+    start = 0
+    for box in message.boxes:
+        numel = math.prod(box.size)
+        part, view = flat[start : start + numel].view(box.size), box.view(local)
+        _ = view.add_(part) if add else view.copy_(part)
+        start += numel
+
+
+Parts = Sequence[tuple[Coordinate, torch.Tensor]]
+
+
+def _start(sends: Parts, receives: Parts, mesh: DeviceMesh, me: Coordinate) -> list[dist.Work]:
+    """Post all messages, each over the group of the axis it stays on, or over the default group."""
+    by_group: dict[int | None, list[dist.P2POp]] = {}
+    for op, parts in ((dist.isend, sends), (dist.irecv, receives)):
+        for peer, tensor in parts:
+            axes = [axis for axis, (a, b) in enumerate(zip(me, peer, strict=True)) if a != b]
+            axis = axes[0] if len(axes) == 1 else None
+            group = None if axis is None else mesh.get_group(axis)
+            rank = int(mesh.mesh[peer])
+            by_group.setdefault(axis, []).append(dist.P2POp(op, tensor, rank, group))
+    return [work for ops in by_group.values() for work in dist.batch_isend_irecv(ops)]
