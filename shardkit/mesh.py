@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -155,6 +156,29 @@ def data_axes(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None
 def axes_of_mesh_info(info: DataParallelMeshInfo) -> DataAxes:
     """What torch's FSDPMeshInfo or HSDPMeshInfo names (users return it in a ShardPlacementResult)."""
     return _data_axes_by_dim(*roles_of_mesh_info(info))
+
+
+def shard_subgroup(axes: DataAxes, num_ranks: int) -> dist.ProcessGroup:
+    """The group of `num_ranks` neighbours on the shard axis to which this rank belongs.
+
+    Collective over these neighbours, the first time for each axis and number: all of them must call. A slice
+    of a mesh has other ranks on each rank, so a new DeviceMesh cannot make the group: that is collective over
+    the world, with equal arguments everywhere.
+
+    Args:
+        axes: with a shard axis.
+        num_ranks: a divisor of the shard size.
+    """
+    assert axes.shard_group is not None and axes.shard_size % num_ranks == 0
+    subgroups = _subgroups.setdefault(axes.shard_group, {})
+    if num_ranks not in subgroups:
+        start = axes.shard_rank // num_ranks * num_ranks
+        ranks = dist.get_process_group_ranks(axes.shard_group)[start : start + num_ranks]
+        subgroups[num_ranks] = dist.new_group(ranks, use_local_synchronization=True)
+    return subgroups[num_ranks]
+
+
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

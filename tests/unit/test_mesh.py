@@ -15,7 +15,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardkit._torch import DataParallelMeshDims
-from shardkit.mesh import axes_of_mesh_info, build_mesh, data_axes, default_mesh, device_of, join_meshes
+from shardkit.mesh import (
+    axes_of_mesh_info,
+    build_mesh,
+    data_axes,
+    default_mesh,
+    device_of,
+    join_meshes,
+    shard_subgroup,
+)
 
 RANK = 21
 
@@ -241,6 +249,18 @@ def test_what_is_no_mesh_is_a_type_error(world: int) -> None:
         TypeError, match=r"expected a DeviceMesh, got ProcessGroup. Make one with shardkit.build_mesh"
     ):
         data_axes(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- shard_subgroup
+
+
+def test_neighbours_on_the_shard_axis_form_a_group_once(world: int) -> None:
+    axes = data_axes(build_mesh("cpu", tp=8)["shard"])
+    group = shard_subgroup(axes, 4)
+    assert dist.get_process_group_ranks(group) == [5, 13, 21, 29]
+    assert shard_subgroup(data_axes(build_mesh("cpu", tp=8)["shard"]), 4) is not group
+    assert shard_subgroup(axes, 4) is group
+    assert shard_subgroup(axes, 2).size() == 2
 
 
 # ---------------------------------------------------------------- join_meshes
