@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
@@ -39,7 +40,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 
-__all__ = ["DTensorSpec", "OpOverload", "TensorMeta"]
+__all__ = ["DTensorSpec", "OpOverload", "Store", "TensorMeta"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,7 +143,9 @@ def cuts_dim(placement: Placement, dim: int) -> bool:
 
 
 def make_strided_shard(dim: int, split_factor: int) -> Placement:
-    """Data-parallel rows of a tensor whose same dim tensor parallelism has cut first: only torch's class says it."""
+    """Data-parallel rows of a tensor whose same dim tensor parallelism has cut first: only torch's class says
+    it.
+    """
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -159,13 +162,13 @@ def norm_partial(norm_type: float) -> Placement:
 def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """All-reduce over one mesh axis by the functional collective, which torch.compile can trace."""
     reduced: torch.Tensor = functional.all_reduce(tensor, reduce_op, (mesh, axis))
-    return functional.wait_tensor(reduced)  # type: ignore[no-any-return,no-untyped-call]
+    return functional.wait_tensor(reduced)  # type: ignore[no-any-return]
 
 
 def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride: object) -> DTensor:
-    """What DTensor makes of the pieces that a traced graph gives back; their form changes between releases."""
+    """What DTensor makes of the pieces that a traced graph gives back; their form varies by release."""
     rebuild = DTensor.__tensor_unflatten__
-    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return,no-untyped-call]
+    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
@@ -202,7 +205,9 @@ def register_foreach_type(cls: type[DTensor]) -> None:
 
 
 def param_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict in which a module keeps its parameters; `setattr` costs 20 times as much, for every swap of every step."""
+    """The dict in which a module keeps its parameters; `setattr` costs 20 times as much, for every swap of
+    every step.
+    """
     return module._parameters
 
 
@@ -217,8 +222,8 @@ def is_replicated_module(module: nn.Module) -> bool:
 class ShardRandom(OffsetBasedRNGTracker):
     """Random fills of DTensors whose local part is on the CPU: every shard draws numbers of its own.
 
-    torch's tracker serves accelerators only, and without one all ranks fill their shards with the same numbers. As
-    there, all ranks must have the same generator state; it moves on by one draw for each fill.
+    torch's tracker serves accelerators only, and without one all ranks fill their shards with the same
+    numbers. As there, all ranks must have the same generator state; it moves on by one draw for each fill.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -229,9 +234,15 @@ class ShardRandom(OffsetBasedRNGTracker):
             super().__init__(mesh, run_state_sync=False)
 
     @contextmanager
-    def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Iterator[None]:
-        on_device = nullcontext() if self._device.type == "cpu" else super()._distribute_region(spec, generator)
-        source = generator if generator is not None and generator.device.type == "cpu" else torch.default_generator
+    def _distribute_region(
+        self, spec: DTensorSpec, generator: torch.Generator | None = None
+    ) -> Iterator[None]:
+        on_device = (
+            nullcontext() if self._device.type == "cpu" else super()._distribute_region(spec, generator)
+        )
+        source = (
+            generator if generator is not None and generator.device.type == "cpu" else torch.default_generator
+        )
         seed = int(torch.randint(2**62, (), generator=source))
         state = torch.default_generator.get_state()
         with on_device:
@@ -245,7 +256,9 @@ class ShardRandom(OffsetBasedRNGTracker):
 def shard_index(spec: DTensorSpec) -> int:
     """The number of this rank's shard; ranks that hold copies of one shard have the same."""
     index = 0
-    for dim, (placement, coordinate) in enumerate(zip(spec.placements, spec.mesh.get_coordinate() or (), strict=False)):
+    for dim, (placement, coordinate) in enumerate(
+        zip(spec.placements, spec.mesh.get_coordinate() or (), strict=False)
+    ):
         if not isinstance(placement, (Replicate, Partial)):
             index = index * spec.mesh.size(dim) + coordinate
     return index
@@ -267,11 +280,13 @@ def in_backward() -> bool:
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call once when the running backward has finished; autograd offers it to DDP and FSDP only."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of `fn`, importing it at the first call: `torch.compiler.disable` imports it at once."""
+    """Keep torch.compile out of `fn`, importing it at the first call: `torch.compiler.disable` imports it at
+    once.
+    """
     return _disable_dynamo(fn)
 
 
@@ -302,7 +317,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The rendezvous store: the one channel with a timeout of its own that names who is missing."""
     return dist.distributed_c10d._get_default_store()
 
@@ -312,7 +327,9 @@ def all_gather_single(output: Tensor, input_: Tensor, group: dist.ProcessGroup) 
     _ALL_GATHER(output, input_, group=group)
 
 
-def reduce_scatter_single(output: Tensor, input_: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+def reduce_scatter_single(
+    output: Tensor, input_: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
     """reduce_scatter of one tensor, under the name that this torch does not call deprecated."""
     _REDUCE_SCATTER(output, input_, op=op, group=group)
 
@@ -325,7 +342,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def attach_state(module: nn.Module, state: _State) -> None:
-    """Put `state` where torch's `fully_shard.state(module)` looks; its pipelining finds a sharded stage only there.
+    """Put `state` where torch's `fully_shard.state(module)` looks; its pipelining finds a sharded stage only
+    there.
 
     The key is torch's undecorated function, which lives in the closure of `fully_shard.state`.
     """
@@ -338,7 +356,7 @@ def state_of(module: nn.Module) -> object:
     return vars(module).get(STATE_KEY, {}).get(_STATE_FUNCTION)
 
 
-_STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["func"]
+_STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["func"]  # type: ignore[attr-defined]
 
 
 def process_group_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:

@@ -2,8 +2,8 @@
 
 Level 0 of the data flow. A caller's mistake is a `ValueError` or `TypeError`, a limit of the library is a
 `NotImplementedError`; the classes here are for facts that a program may want to catch by type. Every message
-names the parameter or unit, states the fact, and ends with the remedy: "param 'layers.0.wq.weight': expected X,
-got Y. Do Z."
+names the parameter or unit, states the fact, and ends with the remedy: "param 'layers.0.wq.weight': expected
+X, got Y. Do Z."
 """
 
 from __future__ import annotations

@@ -20,16 +20,16 @@ import shardkit
 # A file imports from lines above its own, or from names before it on its line. SIBLINGS come last and do not
 # import one another, though a package its own files. A new file is added here, at its place in the flow.
 DATA_FLOW = """
-    errors _torch
+    errors _torch containers
     boxes placement precision schedule mesh
-    params
     packing plan
     layout buffer
-    streams collectives
-    ragged_ops ragged redistribute
-    bucket
-    unit tree hooks
-    api
+    streams collectives agreement
+    specs ragged_reduce ragged_views ragged_ops redistribute ragged
+    params sharding sharded_param
+    bucket grads reduction
+    unit hooks interop
+    watch module api
 """
 SIBLINGS = ("clip", "init", "optim", "checkpoint", "tools")
 ROOT = "shardkit"  # the package's __init__: imports from all, imported by none

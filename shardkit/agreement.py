@@ -1,0 +1,95 @@
+"""Whether the ranks of a group planned the same, asked once before the first collective.
+
+Level 6 of the data flow. Ranks that disagree would send rows of one parameter into the place of another, or
+wait for each other for ever. The question goes over the rendezvous store and not over the group: a store has
+a timeout of its own and can say who has not answered.
+
+    every rank          sets    its digest and one short hash a parameter
+    the group's first   reads   all, and sets the verdict: agreed, who is missing, or where the first
+    difference is every rank          reads   the verdict, and raises the same error
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardkit._torch import Store, default_store
+from shardkit.errors import PlanMismatchError
+from shardkit.layout import digest
+
+TIMEOUT = timedelta(seconds=60)
+
+_num_questions: Counter[str] = Counter()
+
+
+def check_agreement(
+    lines: Sequence[str], group: dist.ProcessGroup, what: str, timeout: timedelta = TIMEOUT
+) -> None:
+    """Compare one description a rank. Collective over `group`: all ranks must call, in the same order.
+
+    Args:
+        lines: one line a parameter, the same on every rank where the plans agree.
+        what: the model, for errors.
+    Raises:
+        PlanMismatchError: a rank planned something else, or did not answer in time; on all ranks that
+            answered.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    question = f"shardkit/{group.group_name}/{_num_questions[group.group_name]}"
+    _num_questions[group.group_name] += 1
+    store, rank = default_store(), dist.get_rank()
+    hashes = [digest([line])[:8] for line in lines]
+    store.set(f"{question}/{rank}", json.dumps([digest(lines), hashes]))
+    if rank == ranks[0]:
+        store.set(f"{question}/verdict", json.dumps(_judge(store, question, ranks, timeout)))
+    try:
+        store.wait([f"{question}/verdict"], 2 * timeout)
+    except RuntimeError as error:
+        raise PlanMismatchError(
+            f"{what}: rank {ranks[0]} did not compare the plans of ranks {ranks} within {2 * timeout}. It "
+            "died or did not run this model; every rank must run the same units."
+        ) from error
+    verdict = json.loads(store.get(f"{question}/verdict"))
+    if verdict["missing"]:
+        raise PlanMismatchError(
+            f"{what}: ranks {verdict['missing']} of {ranks} did not bring a plan within {timeout}. They died "
+            "or did not run this model; every rank must run the same units."
+        )
+    if verdict["other"] is not None:
+        index = verdict["index"]
+        mine = lines[index] if index < len(lines) else "nothing more"
+        raise PlanMismatchError(
+            f"{what}: rank {verdict['other']} planned other shards than rank {ranks[0]}. First difference, "
+            f"as rank {rank} has it: {mine}. Build the same model, with the same fully_shard calls, on every "
+            "rank."
+        )
+
+
+def _judge(store: Store, question: str, ranks: list[int], timeout: timedelta) -> dict[str, object]:
+    """The verdict: {missing: ranks, other: a rank that differs from the first or None, index: of the first
+    difference}.
+    """
+    missing: list[int] = []
+    answers: dict[int, list[Any]] = {}
+    for rank in ranks:
+        key = f"{question}/{rank}"
+        try:
+            store.wait([key], timeout if not missing else timedelta(milliseconds=10))
+            answers[rank] = json.loads(store.get(key))
+        except RuntimeError:
+            missing.append(rank)
+    first = answers[ranks[0]]
+    other = next((rank for rank, answer in answers.items() if answer[0] != first[0]), None)
+    index = 0
+    if other is not None:
+        pairs = zip(first[1], answers[other][1], strict=False)
+        index = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(first[1]), len(answers[other][1]))
+        )
+    return {"missing": missing, "other": other, "index": index}

@@ -1,0 +1,63 @@
+"""FlatBuffer: the bytes of one bucket, and typed views into them.
+
+Level 4 of the data flow: holds. Its storage comes and goes; the tensors made from it stay. Autograd saves
+parameters, and views of them, for backward: because the storage is resized in place, what it saved is valid
+again as soon as the bytes are back. It decides nothing and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class FlatBuffer:
+    """`numel` elements of one dtype on one device, allocated and freed as a whole."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = False) -> None:
+        with torch.inference_mode(False):  # an inference tensor could never be written by training again
+            self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)  # (numel,)
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the bytes are there."""
+        return self._nbytes == 0 or self._storage.nbytes() != 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when allocated."""
+        return self._nbytes
+
+    def allocate(self) -> None:
+        """Bring the bytes back, with unspecified content; nothing where they are there."""
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give the bytes up; every tensor made from this buffer keeps its identity and shape."""
+        if self._storage.nbytes() != 0:
+            self._storage.resize_(0)
+
+    def tensor(self, offset: int, shape: Sequence[int]) -> Tensor:
+        """A contiguous tensor at `offset` with a version counter of its own.
+
+        Views of one tensor share a counter: an in-place edit of one bias would then void what autograd saved
+        of every parameter in the bucket.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            stride = contiguous_stride(shape)
+            empty = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+            return empty.set_(self._storage, offset, tuple(shape), stride)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a row-major tensor."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))

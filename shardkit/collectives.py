@@ -1,0 +1,241 @@
+"""all_gather, reduce_scatter and all_reduce over the rows of a buffer; every byte that shardkit sends passes
+here.
+
+Level 5 of the data flow: moves. Takes flat tensors and a `Route`; gives a `Pending`, whose `wait` names the
+unit and the ranks when a peer does not come. It counts what it sends (`count_traffic`).
+
+Gloo's own collectives copy through staging buffers. Between CPUs every rank sends its row straight to where
+it belongs instead, in pairs; each message bears the bucket's tag, so two units can never be mixed up:
+
+    all_gather, 3 ranks       rank 0 -> 1, 2        rank 1 -> 2, 0        rank 2 -> 0, 1
+    reduce_scatter            step s: rank r sends row r+s to its owner, receives its own row from r-s, adds
+    it
+
+    measured, 32 MB, 2 / 4 ranks on 2 cores: all-gather 7 / 15 ms (gloo's own 21 / 34), reduce-scatter 22 / 36
+    (33-40 / 82-146)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardkit._torch import all_gather_single, backend_name, reduce_scatter_single
+from shardkit.errors import CollectiveTimeoutError
+
+_TAG_BASE = 0x5AD0_0000  # far from the tags that programs use for their own messages on the same group
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who takes part in a bucket's collectives, and how its messages are told from other buckets'."""
+
+    group: dist.ProcessGroup
+    tag: int  # of its gathers, and tag + 1 of its reductions: the same on all ranks of the group
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank sent while it was counted: collectives and bytes, by kind."""
+
+    num_calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+
+class Pending:
+    """A collective under way."""
+
+    __slots__ = ("_kind", "_label", "_route", "_then", "_works")
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        kind: str,
+        label: str,
+        route: Route | None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._works, self._kind, self._label, self._route, self._then = works, kind, label, route, then
+
+    def wait(self) -> None:
+        """Return when the result is there.
+
+        Raises:
+            CollectiveTimeoutError: a peer did not take part within the group's timeout, or died.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+            if self._then is not None:
+                self._then()
+        except RuntimeError as error:
+            raise _who_is_missing(self._kind, self._label, self._route, error) from error
+        self._works, self._then = [], None
+
+
+_active: list[Traffic] = []
+_native = False
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count this rank's collectives and the bytes it sends inside the `with`."""
+    traffic = Traffic()
+    _active.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _active.remove(traffic)
+
+
+@contextmanager
+def native_collectives() -> Iterator[None]:
+    """Use c10d's own collectives on gloo too, for tools that count or trace those. All ranks must."""
+    global _native
+    before, _native = _native, True
+    try:
+        yield
+    finally:
+        _native = before
+
+
+def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending:
+    """Gather one row a rank. Collective over `route.group`: all ranks must call.
+
+    Args:
+        output: (num_ranks * row_numel,), contiguous.
+        row: (row_numel,), this rank's; it may be its own place in `output`.
+        label: what is gathered, for errors.
+    """
+    size = route.group.size()
+    _count("all_gather", (size - 1) * row.nbytes)
+    own = output.narrow(0, route.group.rank() * row.numel(), row.numel())
+    if _is_pairwise(route.group, output.device):
+        works = _exchange_rows(output, row, route)
+        _copy_own(own, row)
+        return Pending(works, "all_gather", label, route)
+    all_gather_single(output, row, route.group)
+    return Pending([], "all_gather", label, route)
+
+
+def reduce_scatter(
+    output: Tensor, rows: Tensor, route: Route, label: str, *, average: bool = False
+) -> Pending:
+    """Sum the ranks' buffers and keep this rank's row. Collective over `route.group`: all ranks must call.
+
+    Args:
+        output: (row_numel,).
+        rows: (num_ranks, row_numel), contiguous; lost.
+        average: take the mean; only where `can_average`.
+    """
+    size = route.group.size()
+    _count("reduce_scatter", (size - 1) * output.nbytes)
+    if _is_pairwise(route.group, output.device):
+        return _pairwise_reduce_scatter(output, rows, route, label)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    reduce_scatter_single(output, rows.view(-1), op, route.group)
+    return Pending([], "reduce_scatter", label, route)
+
+
+def all_reduce(tensor: Tensor, route: Route, label: str, *, average: bool = False) -> Pending:
+    """Sum `tensor` over the ranks, in place. Collective over `route.group`: all ranks must call."""
+    size = route.group.size()
+    _count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    is_async = tensor.device.type == "cpu"
+    work = dist.all_reduce(tensor, op, group=route.group, async_op=is_async)
+    return Pending([work] if is_async and work is not None else [], "all_reduce", label, route)
+
+
+def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's reductions offer a mean."""
+    return backend_name(group, device) == "nccl"
+
+
+def has_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the other ranks exist: those of a fake group, which plans and benchmarks use, do not."""
+    return backend_name(group, device) != "fake"
+
+
+_num_routes: Counter[str] = Counter()
+
+
+def new_route(group: dist.ProcessGroup) -> Route:
+    """A route of its own for one bucket. Peers make a group's routes in the same order, so tags agree."""
+    ordinal = _num_routes[group.group_name]
+    _num_routes[group.group_name] += 1
+    return Route(group, _TAG_BASE + 2 * (ordinal % 0x1_0000))
+
+
+def _count(kind: str, sent_bytes: int) -> None:
+    for traffic in _active:
+        traffic.num_calls[kind] += 1
+        traffic.sent_bytes[kind] += sent_bytes
+
+
+def _is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return not _native and device.type == "cpu" and backend_name(group, device) == "gloo"
+
+
+def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]:
+    """Send `row` to every peer, and receive theirs where they belong."""
+    group, tag = route.group, route.tag
+    rank, size, numel = group.rank(), group.size(), row.numel()
+    if numel == 0:
+        return []
+    works = []
+    for step in range(1, size):
+        peer = (rank - step) % size
+        works.append(group.recv([output.narrow(0, peer * numel, numel)], peer, tag))
+    works.extend(group.send([row], (rank + step) % size, tag) for step in range(1, size))
+    return works
+
+
+def _copy_own(own: Tensor, row: Tensor) -> None:
+    if own.data_ptr() != row.data_ptr():
+        own.copy_(row)
+
+
+def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: str) -> Pending:
+    """Send every row to its owner at once; receive into two scratch rows in turn, adding one while the other
+    fills.
+    """
+    group, tag = route.group, route.tag + 1  # a gather of the same bucket may be under way
+    rank, size = group.rank(), group.size()
+    if output.numel() == 0:
+        return Pending([], "reduce_scatter", label, route)
+    scratch = [torch.empty_like(output) for _ in range(min(2, size - 1))]
+
+    def receive(step: int) -> dist.Work:
+        return group.recv([scratch[step % len(scratch)]], (rank - step) % size, tag)
+
+    receives = {step: receive(step) for step in range(1, len(scratch) + 1)}
+    sends = [group.send([rows[(rank + step) % size]], (rank + step) % size, tag) for step in range(1, size)]
+
+    def add_as_they_come() -> None:
+        for step in range(1, size):
+            receives.pop(step).wait()
+            torch.add(rows[rank] if step == 1 else output, scratch[step % len(scratch)], out=output)
+            if step + len(scratch) < size:
+                receives[step + len(scratch)] = receive(step + len(scratch))
+        for send in sends:
+            send.wait()
+
+    return Pending([], "reduce_scatter", label, route, add_as_they_come)
+
+
+def _who_is_missing(
+    kind: str, label: str, route: Route | None, error: RuntimeError
+) -> CollectiveTimeoutError:
+    ranks = [] if route is None else dist.get_process_group_ranks(route.group)
+    return CollectiveTimeoutError(
+        f"{label}: {kind} over ranks {ranks} failed on rank {dist.get_rank()}: {error} A peer died, or did "
+        "not come: it raised an error of its own (look for the first one), skipped this unit, or ran units "
+        "in another order. Let every rank run the same units in the same order."
+    )

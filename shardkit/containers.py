@@ -1,0 +1,66 @@
+"""Tensors inside the containers that a module's forward takes and returns.
+
+Level 0 of the data flow. Looks into dicts, lists, tuples, namedtuples and dataclasses, nested; everything
+else is a leaf. (Sets have no order that ranks could agree on, so tensors in them are not seen.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `fn` applied to every tensor; the same object where `fn` changed none of its tensors."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(fn, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return _map_dict(fn, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(fn, value)
+    return value
+
+
+def find_tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor in `value`, in the order in which `map_tensors` visits them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name, None))
+
+
+def _map_dict(fn: Callable[[Tensor], Tensor], value: dict[Any, Any]) -> Any:
+    items = {key: map_tensors(fn, item) for key, item in value.items()}
+    if all(items[key] is value[key] for key in items):
+        return value
+    if dataclasses.is_dataclass(value):  # an output class that is both, as transformers' ModelOutput
+        return type(value)(**items)
+    if type(value) is dict:
+        return items
+    copy = value.copy()  # keeps a subclass and what it carries, as defaultdict's factory
+    copy.update(items)
+    return copy
+
+
+def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    fields = dataclasses.fields(value)
+    old = {field.name: getattr(value, field.name) for field in fields if field.init}
+    new = {name: map_tensors(fn, item) for name, item in old.items()}
+    if all(new[name] is old[name] for name in new):
+        return value
+    return dataclasses.replace(value, **new)

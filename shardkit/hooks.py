@@ -1,0 +1,212 @@
+"""What triggers a unit: module hooks around forward, autograd hooks around backward.
+
+Level 11 of the data flow. Every subtlety of autograd and nn.Module is on this page; what is then done is in
+`unit.py`, and when, in `schedule.py`.
+
+    pre_forward    gather, wait, prefetch what the user listed; a node on the inputs will call post_backward
+    post_forward   reshard, note the order; hooks on the outputs will call pre_backward
+    pre_backward   gather, wait, prefetch the unit that ran before
+    post_backward  take gradients, reshard, reduce
+    end_backward   the same for units whose inputs needed no gradient; wait for all reductions
+
+[Note: recomputation]
+Activation checkpointing runs forward again inside backward. If the unit's backward has begun (non-reentrant,
+the graph of the first forward lives on), the recomputed forward only needs the parameters gathered. If it has
+not (reentrant, the first forward ran without grad), it builds the graph that backward will use, so it gets
+hooks like any
+other, but neither reshards nor enters the order: its backward follows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardkit._torch import in_backward, without_dynamo
+from shardkit.containers import find_tensors, map_tensors
+from shardkit.precision import cast_floating
+from shardkit.schedule import reshards_after_forward
+from shardkit.unit import Tree, Unit
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+
+def install_hooks(unit: Unit) -> None:
+    """Let the unit's modules gather before forward and free after it."""
+
+    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return pre_forward(unit, module, args, kwargs)
+
+    def after(module: nn.Module, args: Args, output: object) -> object:
+        return post_forward(unit, module, output)
+
+    for module in unit.modules:
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
+
+
+@without_dynamo
+def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Gather the unit's parameters and cast the inputs. Collective over the shard axis."""
+    recomputing = in_backward() and unit.in_backward  # see [Note: recomputation]
+    first = not recomputing and (len(unit.modules) == 1 or not unit.modules_to_run)
+    if first:
+        args, kwargs = _begin_iteration(unit, args, kwargs)
+        unit.modules_to_run.update(unit.modules)
+    precision = unit.policy.precision
+    if precision.cast_forward_inputs and precision.param_dtype is not None:
+        args = cast_floating(args, precision.param_dtype)  # type: ignore[assignment]
+        kwargs = cast_floating(kwargs, precision.param_dtype)  # type: ignore[assignment]
+    unit.unshard()
+    unit.wait_for_unshard()
+    if first:
+        for other in unit.settings.forward_prefetch:
+            other.unshard()
+        args, kwargs = _call_after_input_grads(unit, args, kwargs)
+    return args, kwargs
+
+
+@without_dynamo
+def post_forward(unit: Unit, module: nn.Module, output: object) -> object:
+    """Free the unit's parameters where the schedule says so, and cast the outputs."""
+    recomputing = in_backward()
+    if not (recomputing and unit.in_backward):
+        unit.modules_to_run.discard(module)
+        _call_before_output_grads(unit, output)
+        if not unit.modules_to_run and not recomputing:
+            _complete_forward(unit)
+    if not recomputing and unit.tree.forward_root is unit and not unit.modules_to_run:
+        _end_iteration(unit.tree)
+    dtype = unit.policy.precision.output_dtype
+    return output if dtype is None else cast_floating(output, dtype)
+
+
+@without_dynamo
+def pre_backward(unit: Unit, grad: Tensor) -> Tensor:
+    """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis."""
+    tree = unit.tree
+    tree.enter_backward()
+    tree.keeps_gathered |= torch.is_grad_enabled()  # create_graph: see Tree.keeps_gathered
+    if unit.in_backward:
+        return grad
+    unit.in_backward = True
+    if unit.settings.unshard_in_backward:
+        unit.unshard()
+        unit.wait_for_unshard()
+    following = tree.order.prefetch_for(unit.index)
+    if unit.settings.backward_prefetch:
+        for other in unit.settings.backward_prefetch:
+            other.unshard()
+    elif following is not None and tree.units[following].settings.unshard_in_backward:
+        tree.units[following].unshard()
+    return grad
+
+
+class PostBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward runs when the gradients of all of them are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _post_backward(ctx.unit)
+        return (None, *grads)
+
+
+@without_dynamo
+def _post_backward(unit: Unit) -> None:
+    unit.post_backward(keep=torch.is_grad_enabled())
+
+
+def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """What the outermost unit does first: clear up after a failure, check, order after the optimizer."""
+    tree = unit.tree
+    if in_backward():
+        return args, kwargs
+    if tree.awaits_callback or (tree.forward_root is unit):
+        tree.reset()  # the last iteration ended in an exception
+    if tree.forward_root is not None:
+        return args, kwargs
+    if len(unit.modules) > 1 and unit.is_root:
+        raise RuntimeError(
+            f"{unit.name}: a list of modules ran forward without a root above it. Call fully_shard on the "
+            "module that holds them, last."
+        )
+    tree.forward_root = unit
+    tree.check_use()
+    tree.check_all_managed()
+    tree.agree()
+    event, tree.post_optim_event = tree.post_optim_event, None
+    tree.streams.gather_after(event)
+    device = unit.policy.device
+    if device.type == "cpu":
+        return args, kwargs
+
+    def to_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device)
+
+    return map_tensors(to_device, args), map_tensors(to_device, kwargs)
+
+
+def _complete_forward(unit: Unit) -> None:
+    """All modules of the unit have run: free it or keep it, and let backward know that it was here."""
+    setting = unit.settings.reshard_after_forward
+    with_grad = torch.is_grad_enabled()
+    if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
+        unit.reshard_after_forward()
+    if with_grad:
+        unit.tree.order.record(unit.index)
+
+
+def _end_iteration(tree: Tree) -> None:
+    """The outermost forward is over: complete units of which it ran only some modules (a loss computed in
+    chunks).
+    """
+    tree.forward_root = None
+    for unit in tree.units:
+        if unit.modules_to_run:
+            unit.modules_to_run.clear()
+            _complete_forward(unit)
+
+
+def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Put one PostBackward node on all inputs that need a gradient."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    inputs = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
+    if not inputs:
+        return args, kwargs
+    outputs: Iterator[Tensor] = iter(PostBackward.apply(unit, *inputs))  # type: ignore[no-untyped-call]
+
+    def replace(tensor: Tensor) -> Tensor:
+        return next(outputs) if tensor.requires_grad else tensor
+
+    return map_tensors(replace, args), map_tensors(replace, kwargs)
+
+
+_hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors kept on modules -> True
+
+
+def _call_before_output_grads(unit: Unit, output: object) -> None:
+    """Gather when the gradient of an output, or of a tensor that the modules kept for the loss, arrives."""
+    if not torch.is_grad_enabled():
+        return
+
+    def hook(grad: Tensor) -> Tensor:
+        return pre_backward(unit, grad)
+
+    for tensor in find_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
+    for tensor in unit.kept_tensors():
+        if tensor not in _hooked:
+            _hooked[tensor] = True
+            tensor.register_hook(hook)

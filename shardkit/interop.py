@@ -1,0 +1,66 @@
+"""What torch's own code expects to find on a sharded module: pipelining, compile, `fully_shard.state`.
+
+Level 12 of the data flow. torch's pipelining schedules drive a stage through `fully_shard.state(module)` and
+the names of torch's state classes. `UnitState` offers those names and passes everything on to the `Unit`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed._composable_state import _State
+
+from shardkit._torch import attach_state, state_of
+from shardkit.unit import Unit
+
+
+class UnitState(_State):
+    """One unit under the names that torch's code uses."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @property
+    def all_states(self) -> list[UnitState]:
+        """The states of all units of the tree (`state._state_ctx.all_states`)."""
+        return [UnitState(unit) for unit in self.unit.tree.units]
+
+    def post_backward(self) -> None:
+        """Reduce and reshard the unit (`param_group.post_backward()`). Collective over the data-parallel
+        axes.
+        """
+        self.unit.post_backward()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.unit.tree.end_backward()
+
+    @property
+    def _state_ctx(self) -> UnitState:
+        return self
+
+    @property
+    def _fsdp_param_groups(self) -> list[UnitState]:
+        return [self]
+
+    @property
+    def _fsdp_param_group(self) -> UnitState:
+        return self
+
+    @property
+    def _mp_policy(self) -> object:
+        return self.unit.policy.precision
+
+
+def attach_unit(unit: Unit) -> None:
+    """Let `fully_shard.state(module)`, torch's and ours, find the unit of each of its modules."""
+    state = UnitState(unit)
+    for module in unit.modules:
+        attach_state(module, state)
+    for _, module in unit.managed:
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # dynamo: parameters come and go, do not guard on them
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard(module)` made, if it did."""
+    state = state_of(module)
+    return state.unit if isinstance(state, UnitState) else None

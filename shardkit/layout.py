@@ -1,0 +1,250 @@
+"""Where every parameter of a bucket lies: in a rank's shard, in the gathered buffer, and in the reduce
+buffer.
+
+Level 4 of the data flow: pure. Takes shapes and a number of ranks; gives a `Layout` that buffers make views
+of. A buffer is rows, one a rank; a row is what that rank sends to a gather or receives from a reduction.
+
+    two matrices, w (4, 2) and b (3,), Shard(0) over 2 ranks; every start is aligned to ALIGN elements:
+
+            |<- w ->|<- b ->|                 |<---- w ---->|<- b ->|
+    row 0   | w0 w1 | b0 b1 |    unsharded    | w0 w1 w2 w3 | b0 b1 b2
+    row 1   | w2 w3 | b2  . |       =         one segment copies w's columns, one b's
+                                              (ragged layouts have no segments: the rows *are* the parameters)
+
+A reduce buffer has the rows of the trainable parameters only, and a tail of flags behind each row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardkit.mesh import DataAxes
+
+ALIGN = 16  # elements: 16 bytes in every dtype, so that a plan does not depend on it
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedShape:
+    """What an interleaved layout needs to know: a parameter's unsharded shape and the dim that is cut."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A strided copy between one parameter (contiguous, from its first element) and the rows of a buffer."""
+
+    size: tuple[int, ...]
+    param_offset: int
+    param_strides: tuple[int, ...]
+    rows_offset: int
+    rows_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Elements of a buffer that no parameter writes: `num_rows` pieces of `numel`, one row apart."""
+
+    offset: int
+    num_rows: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place. Offsets are elements: `shard_offset` in this rank's row, the other in the
+    unsharded buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    shard_offset: int
+    unsharded_offset: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unsharded parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows of one bucket over `num_ranks` ranks, as `rank` sees them."""
+
+    num_ranks: int
+    rank: int
+    row_numel: int  # the tail included
+    tail_numel: int
+    unsharded_numel: int
+    in_place: bool  # the rows are the unsharded parameters: nothing is copied between them
+    slots: tuple[Slot, ...]
+    gaps: tuple[Gap, ...]
+    columns: tuple[
+        tuple[int, int], ...
+    ]  # (numel, slot index or -1 for a gap): the row as whole columns, or ()
+    shapes: tuple[ShardedShape, ...]  # what it was made from
+
+    @property
+    def numel(self) -> int:
+        """Elements of all rows."""
+        return self.num_ranks * self.row_numel
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of all rows that belong to no parameter, tails left out."""
+        return self.numel - self.num_ranks * self.tail_numel - sum(slot.numel for slot in self.slots)
+
+    def describe(self) -> list[str]:
+        """One line a parameter, the same on every rank of the group where the plans agree."""
+        head = f"{self.num_ranks} ranks, rows of {self.row_numel}"
+        return [f"{slot.name}: {slot.shape} at {slot.unsharded_offset} in {head}" for slot in self.slots]
+
+
+def interleaved_layout(
+    params: Sequence[ShardedShape], num_ranks: int, rank: int, *, tail_numel: int = 0
+) -> Layout:
+    """`Shard(dim)`: every rank's row holds its chunk of every parameter, cut as `torch.chunk` cuts.
+
+    The last chunks may be short or empty on dim 0; other dims divide evenly (`params.py` has refused the
+    rest).
+    """
+    row_numel = _aligned(sum(_aligned(_chunk_numel(param, num_ranks)) for param in params) + tail_numel)
+    slots: list[Slot] = []
+    gaps: list[Gap] = []
+    columns: list[tuple[int, int]] = []
+    offset = unsharded_offset = 0
+    for index, param in enumerate(params):
+        chunk_numel = _chunk_numel(param, num_ranks)
+        slots.append(_interleaved_slot(param, num_ranks, rank, row_numel, offset, unsharded_offset))
+        columns.append((chunk_numel, index))
+        if pad := _aligned(chunk_numel) - chunk_numel:
+            gaps.append(Gap(offset + chunk_numel, num_ranks, pad))
+            columns.append((pad, -1))
+        gaps += _gaps_of_short_chunks(param, num_ranks, row_numel, offset)
+        offset += _aligned(chunk_numel)
+        unsharded_offset += _aligned(num_ranks * chunk_numel)
+    if pad := row_numel - tail_numel - offset:
+        gaps.append(Gap(offset, num_ranks, pad))
+        columns.append((pad, -1))
+    by_rows = all(param.dim == 0 for param in params) and tail_numel == 0
+    return Layout(
+        num_ranks=num_ranks,
+        rank=rank,
+        row_numel=row_numel,
+        tail_numel=tail_numel,
+        unsharded_numel=unsharded_offset,
+        in_place=num_ranks == 1 or (len(params) == 1 and by_rows and columns == [(row_numel, 0)]),
+        slots=tuple(slots),
+        gaps=tuple(gaps),
+        columns=tuple(columns) if by_rows else (),
+        shapes=tuple(params),
+    )
+
+
+def reduce_layout(layout: Layout, indices: Sequence[int], tail_numel: int) -> Layout:
+    """The rows that reduce the gradients of some of a layout's parameters, with a tail behind each row."""
+    shapes = [layout.shapes[index] for index in indices]
+    return interleaved_layout(shapes, layout.num_ranks, layout.rank, tail_numel=tail_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """What a bucket is made from: places, ranks, dtypes, devices."""
+
+    layout: Layout
+    axes: DataAxes
+    dtype: torch.dtype  # at rest
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    device: torch.device  # of compute
+    shard_device: torch.device  # the CPU where shards are offloaded
+    pin_memory: bool = False
+
+
+def digest(lines: Sequence[str]) -> str:
+    """sha256 over a description, the same in every process."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
+def _chunk_rows(param: ShardedShape, num_ranks: int) -> int:
+    return -(-param.shape[param.dim] // num_ranks)
+
+
+def _suffix_numel(param: ShardedShape) -> int:
+    return math.prod(param.shape[param.dim + 1 :])
+
+
+def _chunk_numel(param: ShardedShape, num_ranks: int) -> int:
+    return math.prod(param.shape[: param.dim]) * _chunk_rows(param, num_ranks) * _suffix_numel(param)
+
+
+def _interleaved_slot(
+    param: ShardedShape, num_ranks: int, rank: int, row_numel: int, offset: int, unsharded_offset: int
+) -> Slot:
+    size, chunk = param.shape[param.dim], _chunk_rows(param, num_ranks)
+    local_rows = max(0, min(chunk, size - rank * chunk))
+    return Slot(
+        name=param.name,
+        shape=param.shape,
+        local_shape=(*param.shape[: param.dim], local_rows, *param.shape[param.dim + 1 :]),
+        shard_offset=offset,
+        unsharded_offset=unsharded_offset,
+        segments=_row_segments(param, num_ranks, row_numel, offset)
+        if param.dim == 0
+        else (_column_segment(param, num_ranks, row_numel, offset),),
+    )
+
+
+def _row_segments(param: ShardedShape, num_ranks: int, row_numel: int, offset: int) -> tuple[Segment, ...]:
+    """Cut on dim 0: the ranks with a whole chunk in one copy, and the rank with a short one in another."""
+    piece = _chunk_numel(param, num_ranks)
+    if piece == 0:
+        return ()
+    num_full, rest = divmod(math.prod(param.shape), piece)
+    segments = []
+    if num_full:
+        segments.append(Segment((num_full, piece), 0, (piece, 1), offset, (row_numel, 1)))
+    if rest:
+        segments.append(Segment((rest,), num_full * piece, (1,), num_full * row_numel + offset, (1,)))
+    return tuple(segments)
+
+
+def _column_segment(param: ShardedShape, num_ranks: int, row_numel: int, offset: int) -> Segment:
+    """Cut on another dim: (rank, before, chunk, after), where the parameter has `before` outermost."""
+    before, after = math.prod(param.shape[: param.dim]), _suffix_numel(param)
+    chunk = _chunk_rows(param, num_ranks)
+    return Segment(
+        size=(num_ranks, before, chunk, after),
+        param_offset=0,
+        param_strides=(chunk * after, num_ranks * chunk * after, after, 1),
+        rows_offset=offset,
+        rows_strides=(row_numel, chunk * after, after, 1),
+    )
+
+
+def _gaps_of_short_chunks(param: ShardedShape, num_ranks: int, row_numel: int, offset: int) -> list[Gap]:
+    """What the ranks with a short or an empty chunk leave open of their column."""
+    piece = _chunk_numel(param, num_ranks)
+    if param.dim != 0 or piece == 0:
+        return []
+    num_full, rest = divmod(math.prod(param.shape), piece)
+    gaps = []
+    if rest:
+        gaps.append(Gap(num_full * row_numel + offset + rest, 1, piece - rest))
+        num_full += 1
+    if num_full < num_ranks:
+        gaps.append(Gap(num_full * row_numel + offset, num_ranks - num_full, piece))
+    return gaps

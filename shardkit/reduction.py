@@ -1,0 +1,205 @@
+"""Reduction: one bucket's gradients on the wire, and what becomes of them.
+
+Level 9 of the data flow: moves. Takes the rows of a `GradBuffer`; gives `.grad` on the sharded parameters.
+
+    rows --divide--> reduce_scatter --> row --all_reduce over replicas--> divide --> flags --cast--> .grad
+    (+=), hooks
+
+On CUDA all of it is put on streams at once and the rows are held until it has passed; on the CPU the second
+half runs when the reduction is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
+from shardkit.bucket import Bucket
+from shardkit.buffer import contiguous_stride
+from shardkit.collectives import Pending, Route, all_reduce, can_average, reduce_scatter
+from shardkit.errors import UnevenUseError
+from shardkit.layout import Layout
+from shardkit.precision import Division, division
+from shardkit.sharded_param import ShardedParam
+from shardkit.streams import Streams
+
+
+@dataclass(slots=True)
+class ReduceOptions:
+    """What the user asked of a unit's gradient reduction."""
+
+    divide_factor: float | None = None
+    sum_only: bool = False
+    fill_unused: bool = False  # zero gradients for what this rank did not use
+    all_reduce: bool = True  # over the replicas; False keeps a partial sum
+    hook: Callable[[Tensor], None] | None = None  # on the reduced row, before it is divided
+    hook_stream: torch.Stream | None = None
+
+
+class Reduction:
+    """One reduction under way. Collective over the shard axis, then over the replicas, if there are any."""
+
+    def __init__(
+        self, bucket: Bucket, options: ReduceOptions, streams: Streams, replicas: Route | None
+    ) -> None:
+        self.bucket, self.streams = bucket, streams
+        self._options, self._replicas = options, replicas
+        grads = bucket.grads
+        self._rows: Tensor | None = grads.take()
+        assert grads.layout is not None
+        self._used_all = grads.took_all
+        self._layout: Layout = grads.layout
+        self._trainable = grads.trainable
+        self._division = self._choose_division()
+        self._event: torch.Event | None = None
+        self._flags: tuple[torch.Event | None, Tensor] | None = None
+        event = streams.mark()
+        with torch.no_grad(), streams.on(streams.reduce_scatter):
+            streams.wait(event)
+            if self._division.before != 1:
+                self._rows.div_(self._division.before)
+            self._row, self._pending = self._reduce_scatter(self._rows)
+            if streams.runs_ahead:
+                self._collect()
+
+    def finish(self) -> None:
+        """Return when the gradients are there for the current stream, and let go of the rows."""
+        if self._rows is None:
+            return
+        if self.streams.runs_ahead:
+            self.streams.wait(self._event)
+        else:
+            with torch.no_grad():
+                self._collect()
+        self._rows = None
+
+    def wait_on_host(self) -> None:
+        """Block until offloaded gradients have arrived: the CPU reads them without knowing of streams."""
+        if self._event is not None and self.bucket.spec.shard_device != self.bucket.spec.device:
+            self._event.synchronize()
+
+    def check_use(self) -> None:
+        """Raise what `finish` could not without waiting for the device. Local."""
+        if self._flags is not None:
+            event, flags = self._flags
+            self._flags = None
+            if event is not None:
+                event.synchronize()
+            self._check_flags(flags.tolist())
+
+    def _choose_division(self) -> Division:
+        spec, options = self.bucket.spec, self._options
+        groups = [route.group for route in (self.bucket.reduce_route, self._replicas) if route is not None]
+        can = not options.sum_only and all(can_average(group, spec.device) for group in groups)
+        return division(spec.reduce_dtype, spec.axes.size, options.divide_factor, can)
+
+    def _reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending | None]:
+        layout, route, comm = self._layout, self.bucket.reduce_route, self.bucket.grads.comm
+        if route is None or layout.num_ranks == 1:
+            return rows, None
+        if comm is not None:
+            row = comm.allocate((layout.row_numel,), dtype=rows.dtype, device=rows.device)
+            op = torch.distributed.ReduceOp.AVG if self._division.average else torch.distributed.ReduceOp.SUM
+            comm(output_tensor=row, input_tensor=rows, group=route.group, op=op, async_op=False)
+            return row, None
+        row = torch.empty(layout.row_numel, dtype=rows.dtype, device=rows.device)
+        rows = rows.view(layout.num_ranks, layout.row_numel)
+        return row, reduce_scatter(row, rows, route, self.bucket.label, average=self._division.average)
+
+    def _collect(self) -> None:
+        """Everything after the reduce-scatter."""
+        if self._pending is not None:
+            self._pending.wait()
+        grads, streams, row = self.bucket.grads, self.streams, self._row
+        if grads.partial is not None:
+            row.add_(grads.partial)
+            grads.partial = None
+        if self._replicas is not None and not self._options.all_reduce:
+            grads.partial = row
+            self._event = streams.mark()
+            return
+        stream = streams.reduce_scatter if self._replicas is None else streams.all_reduce
+        if self._options.hook is not None:
+            stream = self._options.hook_stream or streams.all_reduce
+        event = streams.mark()
+        with streams.on(stream):
+            streams.wait(event)
+            if self._replicas is not None:
+                all_reduce(row, self._replicas, self.bucket.label, average=self._division.average).wait()
+            if self._options.hook is not None:
+                self._options.hook(row[: self._layout.row_numel - self._layout.tail_numel])
+            if self._division.after != 1:
+                row.div_(self._division.after)
+            self._assign(row, self._read_flags(row))
+            self._event = streams.mark()
+
+    def _read_flags(self, row: Tensor) -> list[bool]:
+        """Which of the trainable parameters were used somewhere.
+
+        Reading them waits for the device, so where this rank used all of them anyway it is put off.
+        """
+        num = len(self._trainable)
+        if self._options.fill_unused:
+            return [True] * num
+        flags = row[self._layout.row_numel - self._layout.tail_numel :][: 2 * num]
+        if self.streams.runs_ahead and self._used_all:
+            flags = flags.to("cpu", non_blocking=True)
+            self._flags = (self.streams.mark(), flags)
+            return [True] * num
+        values = flags.tolist()
+        self._check_flags(values)
+        return [value > 0 for value in values[:num]]
+
+    def _check_flags(self, flags: list[float]) -> None:
+        num = len(self._trainable)
+        uneven = [
+            self.bucket.params[index].name
+            for position, index in enumerate(self._trainable)
+            if flags[position] > 0 and flags[num + position] > 0
+        ]
+        if uneven:
+            raise UnevenUseError(
+                f"{self.bucket.label}: some ranks used and others did not use {uneven} in this backward, so "
+                "their gradients differ in meaning. Call set_reduce_scatter_unused_params(True) to count "
+                "unused ones as zero, or use the same parameters on every rank."
+            )
+
+    def _assign(self, row: Tensor, used: list[bool]) -> None:
+        """Views of the row become, or are added to, the gradients of the sharded parameters."""
+        spec = self.bucket.spec
+        row = row.to(spec.dtype)
+        params: list[ShardedParam] = []
+        for position, index in enumerate(self._trainable):
+            if not used[position]:
+                continue
+            slot, param = self._layout.slots[position], self.bucket.params[index]
+            local = row.as_strided(slot.local_shape, contiguous_stride(slot.local_shape), slot.shard_offset)
+            self._add_grad(param, self._offload(param, local))
+            params.append(param)
+        for param in params:
+            run_post_accumulate_hooks(param.sharded)
+
+    def _offload(self, param: ShardedParam, local: Tensor) -> Tensor:
+        spec = self.bucket.spec
+        if local.device == spec.shard_device:
+            return local
+        read_at_once = param.sharded.grad is not None or has_grad_hooks(param.sharded)
+        return local.to(spec.shard_device, non_blocking=spec.pin_memory and not read_at_once)
+
+    def _add_grad(self, param: ShardedParam, local: Tensor) -> None:
+        grad = run_grad_hooks(param.sharded, param.sharding.wrap_sharded(local))
+        held = param.sharded.grad
+        if held is None:
+            param.sharded.grad = grad
+            return
+        if not isinstance(held, DTensor):
+            raise TypeError(
+                f"param {param.name!r}: expected its .grad to be a DTensor as the parameter is, got "
+                f"{type(held).__name__}. Set it to None, or keep what backward put there."
+            )
+        local_of(held).add_(local_of(grad))

@@ -1,0 +1,144 @@
+"""One parameter in its two forms: the sharded DTensor that optimizers see, the gathered tensor that compute
+sees.
+
+Level 7 of the data flow: holds. Exactly one of the two is registered on the owning modules at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardkit._torch import has_grad_hooks, local_of, param_dict, set_local
+from shardkit.buffer import FlatBuffer
+from shardkit.errors import GatheredParamError
+from shardkit.layout import Slot
+from shardkit.params import Owner, ParamSpec, remember_original
+from shardkit.sharding import Sharding
+
+gathered_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # gathered parameter -> its name
+
+
+class ShardedParam:
+    """The two forms of one parameter, and the attributes that hold it."""
+
+    __slots__ = (
+        "_places",
+        "_version",
+        "axes",
+        "local",
+        "name",
+        "owners",
+        "shape",
+        "sharded",
+        "sharding",
+        "unsharded",
+        "wish",
+    )
+
+    def __init__(self, spec: ParamSpec, sharding: Sharding, local: Tensor) -> None:
+        self.name = spec.name  # dotted, from the root once there is one
+        self.owners: tuple[Owner, ...] = spec.owners
+        self.axes, self.wish, self.sharding = spec.axes, spec.wish, sharding
+        self.shape = tuple(spec.local.shape)  # unsharded, on this tensor-parallel rank
+        self._places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
+        self.local = local  # this rank's part: a piece of the bucket's shard buffer, once that is made
+        self.sharded = nn.Parameter(sharding.wrap_sharded(local), requires_grad=spec.param.requires_grad)
+        self.unsharded: nn.Parameter | None = None
+        self._version = 0
+        remember_original(spec.param, self.name)
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What the module holds now."""
+        places, name = self._places[0]
+        return places[name]
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the registered sharded parameter is ours, in our bytes: users replace both."""
+        places, name = self._places[0]
+        param = places[name]
+        return param is self.unsharded or (param is self.sharded and local_of(param) is self.local)
+
+    def place_in(self, shard: FlatBuffer, slot: Slot) -> None:
+        """Move this rank's part into `shard`; the parameter object stays the one that optimizers hold."""
+        local = shard.tensor(slot.shard_offset, slot.local_shape)
+        if not local.is_meta:
+            local.copy_(self.local)
+        self.local, self.unsharded = local, None
+        set_local(self.sharded, local)
+        self.register(self.sharded)
+
+    def take_replacement(self) -> None:
+        """Accept what the user registered in this parameter's place, or put into it.
+
+        Raises:
+            ValueError: it is no DTensor with this parameter's mesh, placements and shape.
+        """
+        param: Any = self.registered
+        held = self.sharding.sharded
+        if not isinstance(param, DTensor) or param.placements != held.placements or param.shape != held.shape:
+            raise ValueError(
+                f"param {self.name!r}: expected a DTensor of shape {tuple(held.shape)} placed "
+                f"{held.placements} in its place, got {_describe(param)}. Assign one of this layout "
+                "(distribute_tensor(full, param.device_mesh, param.placements)), or change the values in "
+                "place."
+            )
+        if param is not self.sharded:
+            self.sharded = cast(nn.Parameter, param)
+            self.register(self.sharded)
+        self.local = local_of(param)
+        self.sharding = self.sharding.cast(self.local.dtype)
+
+    def make_unsharded(self, buffer: FlatBuffer, slot: Slot) -> None:
+        """Build the gathered form, once, on the bucket's unsharded bytes."""
+        with torch.inference_mode(False):
+            tensor = self.sharding.wrap_unsharded(buffer.tensor(slot.unsharded_offset, slot.shape))
+            self.unsharded = nn.Parameter(tensor, requires_grad=False)
+        gathered_names[self.unsharded] = self.name
+
+    def register(self, param: nn.Parameter) -> None:
+        """Let every owner hold `param`."""
+        for places, name in self._places:
+            places[name] = param
+
+    def follow_requires_grad(self, make_hook: Callable[[], Callable[[Tensor], None]]) -> None:
+        """Let the gathered form require a gradient as the sharded one does, which users toggle."""
+        unsharded = self.unsharded
+        assert unsharded is not None
+        if unsharded.requires_grad != self.sharded.requires_grad:
+            unsharded.requires_grad_(self.sharded.requires_grad)
+            if unsharded.requires_grad and not has_grad_hooks(unsharded):
+                unsharded.register_post_accumulate_grad_hook(make_hook())
+
+    def note_version(self) -> None:
+        """Remember how often the gathered form had been written to."""
+        assert self.unsharded is not None
+        self._version = self.unsharded._version
+
+    def check_not_written(self) -> None:
+        """Refuse to throw away what the user wrote to the gathered form.
+
+        Raises:
+            GatheredParamError: it was changed in place since it was gathered.
+        """
+        assert self.unsharded is not None
+        if self.unsharded._version != self._version:
+            self._version = self.unsharded._version
+            raise GatheredParamError(
+                f"param {self.name!r}: it was changed in place while gathered, and the change would be lost "
+                "when it is resharded. Call reshard() on its module first, then change the sharded parameter."
+            )
+
+
+def _describe(param: Tensor | None) -> str:
+    if param is None:
+        return "nothing"
+    placed = f" placed {param.placements}" if isinstance(param, DTensor) else ""
+    return f"a {type(param).__name__} of shape {tuple(param.shape)}{placed}"
