@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+import shardkit
 from tests.bench.table import Samples
 
 # (model, submodules that are units of their own, mesh, reshard_after_forward) -> what to call in its place
@@ -65,10 +65,9 @@ WRAPS: Mapping[str, Wrap] = {
 
 
 def available(names: Sequence[str] = tuple(WRAPS)) -> list[str]:
-    """Those of `names` that can run here: shardkit's need `fully_shard`."""
-    if importlib.util.find_spec("shardkit.api") is not None:
-        return list(names)
-    return [name for name in names if not name.startswith("shardkit")]
+    """Those of `names` whose part of shardkit exists."""
+    needs = {"shardkit": "fully_shard", "shardkit-ragged": "Blocks"}
+    return [name for name in names if name not in needs or hasattr(shardkit, needs[name])]
 
 
 def interleave(
