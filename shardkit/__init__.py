@@ -8,16 +8,18 @@ fully_shard(model, mesh)
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
+from shardkit._torch import AllGather, FSDPMeshInfo, HSDPMeshInfo, ReduceScatter, ShardPlacementResult
 from shardkit.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardkit.clip import clip_grad_norm_
 from shardkit.mesh import build_mesh
 from shardkit.module import FSDPModule, UnshardHandle
+from shardkit.placement import Blocks, RaggedShard
+from shardkit.ragged import RaggedTensor
 
 __all__ = [
     "AllGather",
+    "Blocks",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -25,6 +27,8 @@ __all__ = [
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RaggedShard",
+    "RaggedTensor",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",

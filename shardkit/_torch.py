@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
-from torch.distributed._composable_state import _State
+from torch.distributed._composable_state import _State as State
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -31,7 +31,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ProcessGroupAllocReduceScatter,
     SymmMemAllGather,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo as DataParallelMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -40,7 +45,20 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 
-__all__ = ["DTensorSpec", "OpOverload", "Store", "TensorMeta"]
+# Types that torch documents, or users must name, without a public home.
+__all__ = [
+    "AllGather",
+    "DTensorSpec",
+    "DataParallelMeshInfo",
+    "FSDPMeshInfo",
+    "HSDPMeshInfo",
+    "OpOverload",
+    "ReduceScatter",
+    "ShardPlacementResult",
+    "State",
+    "Store",
+    "TensorMeta",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -168,7 +186,7 @@ def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int
 def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride: object) -> DTensor:
     """What DTensor makes of the pieces that a traced graph gives back; their form varies by release."""
     rebuild = DTensor.__tensor_unflatten__
-    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return]
+    return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
@@ -182,6 +200,11 @@ def wait_async(tensor: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- lists of tensors
+
+
+def split_flat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous views of a 1-D tensor, one after another, shaped as `like`; in one call instead of two each."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
@@ -209,6 +232,11 @@ def param_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     every step.
     """
     return module._parameters
+
+
+def num_attributes(module: nn.Module) -> int:
+    """How many parameters and children a module has: cheap enough to ask in every forward."""
+    return len(module._parameters) + len(module._modules)
 
 
 def is_replicated_module(module: nn.Module) -> bool:
@@ -290,7 +318,7 @@ def without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
     return _disable_dynamo(fn)
 
 
-def run_grad_hooks(param: Tensor, grad: Tensor) -> Tensor:
+def run_grad_hooks(param: Tensor, grad: DTensor) -> DTensor:
     """Run what `param.register_hook` collected: autograd never sees the sharded parameter, so it cannot."""
     for hook in (param._backward_hooks or {}).values():
         changed = hook(grad)
@@ -341,7 +369,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 # ---------------------------------------------------------------- torch's fully_shard
 
 
-def attach_state(module: nn.Module, state: _State) -> None:
+def attach_state(module: nn.Module, state: State) -> None:
     """Put `state` where torch's `fully_shard.state(module)` looks; its pipelining finds a sharded stage only
     there.
 

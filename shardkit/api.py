@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from shardkit._torch import serve_cpu_shards
+from shardkit.assemble import UnitPolicy
 from shardkit.hooks import install_hooks, post_forward, pre_forward
 from shardkit.interop import UnitState, attach_unit, unit_of
 from shardkit.mesh import DataAxes, data_axes, default_mesh, device_of, shard_subgroup
 from shardkit.module import FSDPModule, become_fsdp_module
 from shardkit.params import PlacementFn, check_one_device, collect_params, modules_of_unit, move_to_device
-from shardkit.unit import Unit, UnitPolicy, managed_params
+from shardkit.unit import Unit, managed_params
 from shardkit.watch import watch_optimizers, watch_state_dicts
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -83,7 +84,7 @@ def fully_shard(
     _set_reshard_after_forward(unit, reshard_after_forward)
     attach_unit(unit)
     inner = [found for root in modules for below in root.modules() if (found := unit_of(below)) is not None]
-    unit.tree.absorb(unit, inner, ignored)
+    unit.tree.absorb(inner, ignored)
     install_hooks(unit)
     watch_state_dicts(unit)
     watch_optimizers()
@@ -212,6 +213,6 @@ def _set_reshard_after_forward(unit: Unit, setting: bool | int | None) -> None:
     for bucket in unit.buckets:
         axes = bucket.spec.axes
         if 1 < setting < axes.shard_size and axes.shard_size % setting == 0:
-            unit.small_groups[id(axes.shard_group)] = shard_subgroup(axes, setting)
-    if not unit.small_groups:
+            bucket.small_group = shard_subgroup(axes, setting)
+    if all(bucket.small_group is None for bucket in unit.buckets):
         unit.settings.reshard_after_forward = setting > 1

@@ -11,15 +11,17 @@ read from them. *When* to gather is decided elsewhere (`schedule.py`, `hooks.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch import Tensor, nn
 
+from shardkit._torch import AllGather
 from shardkit.buffer import FlatBuffer
 from shardkit.collectives import Pending, Route, all_gather
+from shardkit.errors import GatheredParamError
 from shardkit.grads import GradBuffer
 from shardkit.layout import BucketSpec
 from shardkit.sharded_param import ShardedParam
@@ -29,8 +31,19 @@ from shardkit.streams import Streams
 class Bucket:
     """Gathers and reshards the parameters of one collective; its `grads` reduce their gradients."""
 
-    def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec, route: Route | None) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        spec: BucketSpec,
+        route: Route | None,
+        replicate_route: Route | None,
+    ) -> None:
         self.params, self.spec, self.route = tuple(params), spec, route
+        self.replicate_route = replicate_route
+        self.small_group: dist.ProcessGroup | None = (
+            None  # of reshard_after_forward=n: gathers the kept pieces
+        )
+        self.all_gather_comm: AllGather | None = None  # the user's, which allocates the rows too
         self.reduce_route = route  # a group of its own, where the user asked
         self.label = ""
         self.changes = 0  # how often the shards changed, as far as we are told
@@ -44,6 +57,9 @@ class Bucket:
         self._ready: torch.Event | None = None
         self._piece: Tensor | None = None  # kept of the rows after forward, for a gather over fewer ranks
         self._split_outputs: list[Tensor] = []
+        self._gathered: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
+        self._versions: list[int] = []  # of those, when they were registered
+        self._wants_grad: list[bool] = []
         self._seen = (-1, -1)
         for param, slot in zip(self.params, spec.layout.slots, strict=True):
             param.place_in(self.shard, slot)
@@ -53,6 +69,12 @@ class Bucket:
         """Whether the modules hold the gathered parameters."""
         first = self.params[0]
         return first.unsharded is not None and first.registered is first.unsharded
+
+    @property
+    def can_hold_params(self) -> bool:
+        """Whether the parameters' present tensors have the dtype and device of the shard buffer."""
+        flat = self.shard.flat
+        return all(p.local.dtype == flat.dtype and p.local.device == flat.device for p in self.params)
 
     @property
     def is_trainable(self) -> bool:
@@ -69,15 +91,13 @@ class Bucket:
         """Whether the shards changed since they were gathered."""
         return self._seen != self._fingerprint_of_values()
 
-    def start_unshard(
-        self, streams: Streams, comm: AllGather | None, small_group: dist.ProcessGroup | None
-    ) -> None:
-        """Start to gather. Collective over the shard axis (or `small_group`, after `reshard_to`)."""
+    def start_unshard(self, streams: Streams) -> None:
+        """Start to gather. Collective over the shard axis (over `small_group` after `reshard_to`)."""
         if self._pending is not None or (self.is_unsharded and not self.is_stale):
             return
         streams.reclaim(keep=1 if self.unsharded is None or not streams.is_retired(self.unsharded) else 0)
         with torch.no_grad(), streams.on(streams.all_gather):
-            self._pending = self._gather(comm, small_group)
+            self._pending = self._gather()
             if streams.runs_ahead:
                 self._complete()
                 self._ready = streams.mark()
@@ -94,15 +114,18 @@ class Bucket:
             with torch.no_grad():
                 self._complete()
         self._pending = self._ready = self._piece = None
-        changed = self._seen != (seen := self._fingerprint_of_values())
-        self._seen = seen
-        for index, param in enumerate(self.params):
-            assert param.unsharded is not None
-            if changed:  # an older graph that saved the old values must not compute with the new ones
-                torch.autograd.graph.increment_version(param.unsharded)
-            param.follow_requires_grad(partial(hook_for, self, index))
-            param.note_version()
-            param.register(param.unsharded)
+        seen = self._fingerprint_of_values()
+        if self._seen != seen:  # an older graph that saved the old values must not compute with the new ones
+            torch.autograd.graph.increment_version(self._gathered)
+            self._seen = seen
+        wants_grad = [param.sharded.requires_grad for param in self.params]
+        if self._wants_grad != wants_grad:
+            self._wants_grad = wants_grad
+            for index, param in enumerate(self.params):
+                param.follow_requires_grad(partial(hook_for, self, index))
+        self._versions = [tensor._version for tensor in self._gathered]
+        for param, tensor in zip(self.params, self._gathered, strict=True):
+            param.register(tensor)
 
     def reshard(self, streams: Streams) -> None:
         """Register the sharded parameters and free the gathered ones; nothing where that is so already."""
@@ -114,8 +137,7 @@ class Bucket:
             param.register(param.sharded)
         assert self.unsharded is not None
         streams.free_later(self.unsharded)
-        for param in self.params:
-            param.check_not_written()
+        self._check_not_written()
 
     def reshard_to(self, streams: Streams, num_ranks: int) -> None:
         """Reshard, but keep this rank's piece of the rows of `num_ranks` neighbours, to gather over those
@@ -150,6 +172,11 @@ class Bucket:
                 param.unsharded = unsharded
         self.mark_changed()
 
+    def communicate_like(self, other: Bucket) -> None:
+        """Take over what the user chose for the collectives of a bucket that this one replaces."""
+        self.small_group, self.all_gather_comm = other.small_group, other.all_gather_comm
+        self.grads.comm, self.reduce_route = other.grads.comm, other.reduce_route
+
     def describe(self) -> list[str]:
         """What must agree on all ranks of the group, a line a parameter."""
         spec = self.spec
@@ -165,18 +192,30 @@ class Bucket:
         """The shards were written to by something that leaves no other trace, as a fused optimizer."""
         self.changes += 1
 
-    def _fingerprint_of_values(self) -> tuple[int, int]:
-        """What changes when the shards are written to: told changes, and the version counters of both
-        tensors.
-        """
-        return self.changes, sum(p.sharded._version + p.local._version for p in self.params)
+    def _check_not_written(self) -> None:
+        """Refuse to throw away what the user wrote to a gathered parameter."""
+        versions = [tensor._version for tensor in self._gathered]
+        if versions == self._versions:
+            return
+        pairs = zip(self.params, versions, self._versions, strict=True)
+        names = [param.name for param, now, before in pairs if now != before]
+        self._versions = versions
+        raise GatheredParamError(
+            f"param {names[0]!r}: it was changed in place while gathered ({names}), and the change would be "
+            "lost now that it is resharded. Call reshard() on its module first, then change the shards."
+        )
 
-    def _gather(self, comm: AllGather | None, small_group: dist.ProcessGroup | None) -> Pending:
-        rows = self._allocate_rows(comm)
+    def _fingerprint_of_values(self) -> tuple[int, int]:
+        """What changes when the shards are written to: version counters, and what leaves no trace there."""
+        versions = [param.sharded._version + param.local._version for param in self.params]
+        return self.changes, sum(versions)
+
+    def _gather(self) -> Pending:
+        rows = self._allocate_rows()
         self._rows = rows
         layout, route = self.spec.layout, self.route
-        if self._piece is not None and small_group is not None and route is not None:
-            return all_gather(rows, self._piece, Route(small_group, route.tag), self.label)
+        if self._piece is not None and self.small_group is not None and route is not None:
+            return all_gather(rows, self._piece, replace(route, group=self.small_group), self.label)
         own = rows[layout.rank * layout.row_numel :][: layout.row_numel]
         if route is None or layout.num_ranks == 1:
             own.copy_(self.shard.flat, non_blocking=True)
@@ -184,16 +223,17 @@ class Bucket:
         row = self.shard.flat
         if row.dtype != rows.dtype or row.device != rows.device:
             row = own.copy_(row, non_blocking=True)
-        if comm is not None:
-            comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
+        if self.all_gather_comm is not None:
+            self.all_gather_comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
             return Pending([], "all_gather", self.label, route)
         return all_gather(rows, row, route, self.label)
 
-    def _allocate_rows(self, comm: AllGather | None) -> Tensor:
+    def _allocate_rows(self) -> Tensor:
         """The buffer to gather into: the parameters' own bytes where the layout and the transport allow."""
         spec = self.spec
-        if comm is not None:
-            return comm.allocate((spec.layout.numel,), dtype=spec.compute_dtype, device=spec.device)
+        if self.all_gather_comm is not None:
+            size = (spec.layout.numel,)
+            return self.all_gather_comm.allocate(size, dtype=spec.compute_dtype, device=spec.device)
         if spec.layout.in_place:
             return self._allocate_unsharded().flat
         return torch.empty(spec.layout.numel, dtype=spec.compute_dtype, device=spec.device)
@@ -205,8 +245,8 @@ class Bucket:
             return self.unsharded
         numel = layout.numel if layout.in_place else layout.unsharded_numel
         self.unsharded = FlatBuffer(numel, spec.compute_dtype, spec.device)
-        for param, slot in zip(self.params, layout.slots, strict=True):
-            param.make_unsharded(self.unsharded, slot)
+        slots = zip(self.params, layout.slots, strict=True)
+        self._gathered = [param.make_unsharded(self.unsharded, slot) for param, slot in slots]
         self._split_outputs = self._make_split_outputs(self.unsharded)
         return self.unsharded
 

@@ -37,6 +37,7 @@ class Route:
     """Who takes part in a bucket's collectives, and how its messages are told from other buckets'."""
 
     group: dist.ProcessGroup
+    backend: str
     tag: int  # of its gathers, and tag + 1 of its reductions: the same on all ranks of the group
 
 
@@ -116,7 +117,7 @@ def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending
     size = route.group.size()
     _count("all_gather", (size - 1) * row.nbytes)
     own = output.narrow(0, route.group.rank() * row.numel(), row.numel())
-    if _is_pairwise(route.group, output.device):
+    if _is_pairwise(route):
         works = _exchange_rows(output, row, route)
         _copy_own(own, row)
         return Pending(works, "all_gather", label, route)
@@ -136,7 +137,7 @@ def reduce_scatter(
     """
     size = route.group.size()
     _count("reduce_scatter", (size - 1) * output.nbytes)
-    if _is_pairwise(route.group, output.device):
+    if _is_pairwise(route):
         return _pairwise_reduce_scatter(output, rows, route, label)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     reduce_scatter_single(output, rows.view(-1), op, route.group)
@@ -166,11 +167,11 @@ def has_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
 _num_routes: Counter[str] = Counter()
 
 
-def new_route(group: dist.ProcessGroup) -> Route:
+def new_route(group: dist.ProcessGroup, device: torch.device) -> Route:
     """A route of its own for one bucket. Peers make a group's routes in the same order, so tags agree."""
     ordinal = _num_routes[group.group_name]
     _num_routes[group.group_name] += 1
-    return Route(group, _TAG_BASE + 2 * (ordinal % 0x1_0000))
+    return Route(group, backend_name(group, device), _TAG_BASE + 2 * (ordinal % 0x1_0000))
 
 
 def _count(kind: str, sent_bytes: int) -> None:
@@ -179,8 +180,8 @@ def _count(kind: str, sent_bytes: int) -> None:
         traffic.sent_bytes[kind] += sent_bytes
 
 
-def _is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return not _native and device.type == "cpu" and backend_name(group, device) == "gloo"
+def _is_pairwise(route: Route) -> bool:
+    return route.backend == "gloo" and not _native
 
 
 def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]:

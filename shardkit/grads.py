@@ -1,10 +1,11 @@
 """GradBuffer: unsharded gradients on their way into one reduction.
 
 Level 8 of the data flow: holds. Every gradient is written once into the rows that a reduce-scatter will
-consume, with the cast to the reduce dtype, as soon as autograd has it, and is freed. Without gradient sync
-the rows simply stay, and the next micro-batch adds to them in the reduce dtype. Behind each row is a tail of
-flags, summed by the same reduction, that tells every rank which parameters were used somewhere and which were
-not.
+consume, with
+the cast to the reduce dtype, and is freed: a large one as soon as autograd has it, small ones together when
+the unit's backward is over. Without gradient sync the rows simply stay, and the next micro-batch adds to them
+in the reduce dtype. Behind each row is a tail of flags, summed by the same reduction, that tells every rank
+which parameters were used somewhere and which were not.
 
     row of rank r   | its chunk of every trainable parameter | used: 1 1 0 | unused: 0 0 1 |
 
@@ -13,13 +14,14 @@ Two flags a parameter, not one: a sum of ones in bfloat16 stops at 256, but a po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from shardkit.layout import BucketSpec, Layout, reduce_layout
+from shardkit._torch import ReduceScatter, split_flat
+from shardkit.buffer import FlatBuffer
+from shardkit.layout import BucketSpec, Layout, Segment, reduce_layout
 from shardkit.sharded_param import ShardedParam
 
 
@@ -29,94 +31,158 @@ class GradBuffer:
     def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec) -> None:
         self.params, self.spec = params, spec
         self.comm: ReduceScatter | None = None  # the user's, which allocates the rows too
-        self.partial: Tensor | None = (
-            None  # (row_numel,), reduced over the shard axis, not yet over the replicas
-        )
+        self.partial: Tensor | None = None  # (row_numel,), reduced over the shard axis, not over the replicas
         self.trainable: tuple[int, ...] = ()  # indices of the parameters in the rows
         self.layout: Layout | None = None
+        self._buffer: FlatBuffer | None = None  # of the rows, where they do not become the gradients
         self._rows: Tensor | None = None  # (num_ranks * row_numel,)
+        self._placed_in: Tensor | None = None  # the rows that `_places` are views of
+        self._places: dict[int, list[Tensor]] = {}  # of each parameter in the rows, a tensor a segment
+        self._gaps: list[Tensor] = []
+        self._tails = self._all_used = torch.empty(0)  # (num_ranks, tail_numel), and what they mostly hold
+        self._row_pieces: list[Tensor] = []  # meta tensors shaped as what follows one another in a row
+        self._piece_of: list[int] = []  # which of them is the gradient of each trainable parameter
         self._used: set[int] = set()
-        self.took_all = False  # whether the rows taken last had a gradient of every parameter
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has been added since the last reduction."""
         return self._rows is None
 
-    def add(self, index: int, grad: Tensor) -> None:
-        """Write, or add, the gradient of parameter `index` (its unsharded shape) into the rows."""
-        param = self.params[index]
-        with torch.no_grad():
-            local = param.sharding.local_grad(grad)
-            local = (local.to_dense() if local.is_sparse else local).contiguous()
-            rows = self._allocate() if self._rows is None else self._rows
-            if index not in self.trainable:
-                raise RuntimeError(
-                    f"param {param.name!r}: requires_grad was switched on between micro-batches without "
-                    "gradient sync, whose buffer has no place for it. Switch it after a synced backward."
-                )
-            for part, target in self._parts(rows, index, local):
-                target.add_(part) if index in self._used else target.copy_(part)
-        self._used.add(index)
+    def add(self, grads: Mapping[int, Tensor]) -> None:
+        """Write, or add, gradients (index of the parameter -> its unsharded gradient) into the rows."""
+        if self._rows is None:
+            self._allocate()
+        new: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, grad in grads.items():
+            places, parts = more if index in self._used else new
+            places += self._places_of(index)
+            parts += self._parts_of(index, grad)
+        self._used.update(grads)
+        if new[0]:
+            torch._foreach_copy_(*new)
+        if more[0]:
+            torch._foreach_add_(*more)
 
     def sweep(self) -> None:
-        """Take every `.grad` that is still on a gathered parameter: pipelining and manual code set them
-        without hooks.
-        """
+        """Take every `.grad` of a gathered parameter, whoever put it there: pipelining sets them by hand."""
+        grads = {}
         for index, param in enumerate(self.params):
             if param.unsharded is not None and (grad := param.unsharded.grad) is not None:
                 param.unsharded.grad = None
-                self.add(index, grad)
+                grads[index] = grad
+        if grads:
+            self.add(grads)
 
-    def take(self) -> Tensor:
-        """The rows (num_ranks * row_numel,) with flags written and unused parameters zero; the buffer is
-        empty again.
+    def take(self) -> tuple[Tensor, bool]:
+        """The rows (num_ranks * row_numel,), with unused parameters zero and flags written; now it is empty.
+
+        The second result says whether every parameter had a gradient.
         """
-        rows = self._allocate() if self._rows is None else self._rows
-        layout = self.layout
-        assert layout is not None
-        with torch.no_grad():
-            for index in self.trainable:
-                if index not in self._used:
-                    for _, target in self._parts(rows, index, None):
-                        target.zero_()
-            used = [float(index in self._used) for index in self.trainable]
-            flags = torch.tensor(used + [1.0 - flag for flag in used], dtype=rows.dtype, device=rows.device)
-            rows.view(layout.num_ranks, -1)[:, layout.row_numel - layout.tail_numel :].copy_(flags)
-        self.took_all = len(self._used) == len(self.trainable)
+        if self._rows is None:
+            self._allocate()
+        rows = self._rows
+        assert rows is not None
+        unused = [index for index in self.trainable if index not in self._used]
+        if unused:
+            torch._foreach_zero_([place for index in unused for place in self._places_of(index)])
+        self._tails.copy_(self._flags(unused) if unused else self._all_used)
         self._rows = None
         self._used = set()
-        return rows
+        return rows, not unused
+
+    def split_row(self, row: Tensor) -> list[Tensor]:
+        """This rank's part of every trainable parameter's gradient, views of a reduced row (row_numel,)."""
+        views = split_flat(row, self._row_pieces)
+        return [views[piece] for piece in self._piece_of]
+
+    def free(self) -> None:
+        """Give up the rows that were taken; the reduction has consumed them."""
+        if self._buffer is not None and self._rows is None:
+            self._buffer.free()
 
     def drop(self) -> None:
         """Forget what was not reduced: the iteration failed."""
         self._rows = self.partial = None
         self._used = set()
+        self.free()
 
-    def _allocate(self) -> Tensor:
+    def _allocate(self) -> None:
         trainable = tuple(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
         if self.layout is None or trainable != self.trainable:
-            self.trainable = trainable
+            self.trainable, self._buffer, self._places = trainable, None, {}
             self.layout = reduce_layout(self.spec.layout, trainable, 2 * len(trainable))
+            self._row_pieces, self._piece_of = _pieces_of_row(self.layout)
         layout, spec = self.layout, self.spec
         if self.comm is not None:
             rows = self.comm.allocate((layout.numel,), dtype=spec.reduce_dtype, device=spec.device)
-        else:
+        elif layout.num_ranks == 1:  # the rows become the gradients
             rows = torch.empty(layout.numel, dtype=spec.reduce_dtype, device=spec.device)
-        for gap in layout.gaps:
-            rows.as_strided((gap.num_rows, gap.numel), (layout.row_numel, 1), gap.offset).zero_()
+        elif self._buffer is not None:
+            self._buffer.allocate()
+            rows = self._buffer.flat
+        else:
+            self._buffer = FlatBuffer(layout.numel, spec.reduce_dtype, spec.device)
+            rows = self._buffer.flat
+        if rows is not self._placed_in:
+            self._placed_in, self._places = rows, {}
+            strides = (layout.row_numel, 1)
+            self._gaps = [rows.as_strided((g.num_rows, g.numel), strides, g.offset) for g in layout.gaps]
+            tail = (layout.num_ranks, layout.tail_numel)
+            self._tails = rows.as_strided(tail, strides, layout.row_numel - layout.tail_numel)
+            self._all_used = self._flags(())
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
         self._rows = rows
-        return rows
 
-    def _parts(self, rows: Tensor, index: int, grad: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """(part of the gradient, its place in the rows); without a gradient the places stand for both."""
+    def _flags(self, unused: Sequence[int]) -> Tensor:
+        """(2 * num_trainable,): ones for what was used, then ones for what was not."""
+        used = [float(index not in unused) for index in self.trainable]
+        spec = self.spec
+        return torch.tensor(used + [1.0 - flag for flag in used], dtype=spec.reduce_dtype, device=spec.device)
+
+    def _places_of(self, index: int) -> list[Tensor]:
+        """Where the gradient of a parameter goes in the rows."""
+        places = self._places.get(index)
+        if places is None:
+            assert self._rows is not None
+            rows = self._rows
+            places = [rows.as_strided(s.size, s.rows_strides, s.rows_offset) for s in self._segments(index)]
+            self._places[index] = places
+        return places
+
+    def _parts_of(self, index: int, grad: Tensor) -> list[Tensor]:
+        """The gradient, cut as its places are."""
+        local = self.params[index].sharding.local_grad(grad)
+        local = (local.to_dense() if local.is_sparse else local).contiguous()
+        segments = self._segments(index)
+        if len(segments) == 1 and len(segments[0].size) <= 2:
+            return [local.view(segments[0].size)]  # all of it, in order
+        start = local.storage_offset()
+        return [local.as_strided(s.size, s.param_strides, start + s.param_offset) for s in segments]
+
+    def _segments(self, index: int) -> tuple[Segment, ...]:
         assert self.layout is not None
-        pairs = []
-        for segment in self.layout.slots[self.trainable.index(index)].segments:
-            place = rows.as_strided(segment.size, segment.rows_strides, segment.rows_offset)
-            if grad is None:
-                pairs.append((place, place))
-            else:
-                offset = grad.storage_offset() + segment.param_offset
-                pairs.append((grad.as_strided(segment.size, segment.param_strides, offset), place))
-        return pairs
+        if index not in self.trainable:
+            raise RuntimeError(
+                f"param {self.params[index].name!r}: requires_grad was switched on between micro-batches "
+                "without gradient sync, whose buffer has no place for it. Switch it after a synced backward."
+            )
+        return self.layout.slots[self.trainable.index(index)].segments
+
+
+def _pieces_of_row(layout: Layout) -> tuple[list[Tensor], list[int]]:
+    """The parameters' parts of a row, and the padding between them, in order; and where each parameter is."""
+    pieces: list[Tensor] = []
+    piece_of = [0] * len(layout.slots)
+    end = 0
+    for position in sorted(range(len(layout.slots)), key=lambda i: layout.slots[i].shard_offset):
+        slot = layout.slots[position]
+        start = slot.shard_offset if slot.local_numel else end
+        if start > end:
+            pieces.append(torch.empty(start - end, device="meta"))
+        piece_of[position] = len(pieces)
+        pieces.append(torch.empty(slot.local_shape, device="meta"))
+        end = start + slot.local_numel
+    return pieces, piece_of

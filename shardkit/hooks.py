@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._torch import in_backward, without_dynamo
+from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
 from shardkit.schedule import reshards_after_forward
@@ -98,7 +99,7 @@ def pre_backward(unit: Unit, grad: Tensor) -> Tensor:
     if unit.settings.unshard_in_backward:
         unit.unshard()
         unit.wait_for_unshard()
-    following = tree.order.prefetch_for(unit.index)
+    following = tree.order.prefetch_for(tree.index(unit))
     if unit.settings.backward_prefetch:
         for other in unit.settings.backward_prefetch:
             other.unshard()
@@ -141,9 +142,9 @@ def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
             "module that holds them, last."
         )
     tree.forward_root = unit
-    tree.check_use()
-    tree.check_all_managed()
-    tree.agree()
+    tree.reductions.check_use()
+    check_all_managed(tree)
+    check_ranks_agree(tree)
     event, tree.post_optim_event = tree.post_optim_event, None
     tree.streams.gather_after(event)
     device = unit.policy.device
@@ -163,7 +164,7 @@ def _complete_forward(unit: Unit) -> None:
     if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
         unit.reshard_after_forward()
     if with_grad:
-        unit.tree.order.record(unit.index)
+        unit.tree.order.record(unit.tree.index(unit))
 
 
 def _end_iteration(tree: Tree) -> None:
@@ -206,7 +207,7 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
     for tensor in find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(hook)
-    for tensor in unit.kept_tensors():
-        if tensor not in _hooked:
-            _hooked[tensor] = True
-            tensor.register_hook(hook)
+    for value in unit.kept_tensors():
+        if value not in _hooked:
+            _hooked[value] = True
+            value.register_hook(hook)

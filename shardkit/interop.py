@@ -7,13 +7,12 @@ the names of torch's state classes. `UnitState` offers those names and passes ev
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed._composable_state import _State
 
-from shardkit._torch import attach_state, state_of
+from shardkit._torch import State, attach_state, state_of
 from shardkit.unit import Unit
 
 
-class UnitState(_State):
+class UnitState(State):
     """One unit under the names that torch's code uses."""
 
     def __init__(self, unit: Unit) -> None:

@@ -20,21 +20,39 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from shardkit.mesh import DataAxes
+from shardkit.plan import BucketPlan
 
 ALIGN = 16  # elements: 16 bytes in every dtype, so that a plan does not depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedShape:
-    """What an interleaved layout needs to know: a parameter's unsharded shape and the dim that is cut."""
+    """What an interleaved layout needs to know: the unsharded shape, the dim that is cut."""
 
     name: str
     shape: tuple[int, ...]
     dim: int
+
+
+class RaggedParam(NamedTuple):
+    """A parameter of a ragged plan: its unsharded shape, and that of this rank's part."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedSource:
+    """What a ragged layout is made from: a bucket's plan and its parameters, in definition order."""
+
+    plan: BucketPlan
+    params: tuple[RaggedParam, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,11 @@ class Slot:
         """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
+    @property
+    def local_numel(self) -> int:
+        """Elements of this rank's part."""
+        return math.prod(self.local_shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -91,7 +114,7 @@ class Layout:
     columns: tuple[
         tuple[int, int], ...
     ]  # (numel, slot index or -1 for a gap): the row as whole columns, or ()
-    shapes: tuple[ShardedShape, ...]  # what it was made from
+    source: tuple[ShardedShape, ...] | RaggedSource  # what it was made from
 
     @property
     def numel(self) -> int:
@@ -146,13 +169,53 @@ def interleaved_layout(
         slots=tuple(slots),
         gaps=tuple(gaps),
         columns=tuple(columns) if by_rows else (),
-        shapes=tuple(params),
+        source=tuple(params),
+    )
+
+
+def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, tail_numel: int = 0) -> Layout:
+    """Rows as the planner packed them: laid end to end, without their tails, they are the parameters.
+
+    w (4, 2) in blocks of a row, b (3,), over 2 ranks        row 0   | w0 w1 w2 |
+                                                             row 1   | w3  b  . |
+    """
+    plan = source.plan
+    row_numel = _aligned(plan.shard_numel + tail_numel) if tail_numel else plan.shard_numel
+
+    def pieces(start: int, numel: int) -> tuple[Segment, ...]:
+        return _ragged_segments(start, numel, plan.shard_numel, row_numel)
+
+    slots = []
+    for name, shape, local_shape in (source.params[index] for index in indices):
+        start, local = plan.starts[name], plan.local_range(name, rank)
+        slots.append(
+            Slot(name, shape, local_shape, local.start_in_shard, start, pieces(start, math.prod(shape)))
+        )
+    taken = sorted((plan.starts[slot.name], slot.numel) for slot in slots)
+    ends = [0, *(start + numel for start, numel in taken)]
+    holes = [(a, b - a) for a, b in zip(ends, [*(start for start, _ in taken), plan.numel], strict=True)]
+    gaps = [_gap_of(segment, row_numel) for start, numel in holes for segment in pieces(start, numel)]
+    if row_numel > plan.shard_numel + tail_numel:
+        gaps.append(Gap(plan.shard_numel, plan.num_ranks, row_numel - plan.shard_numel - tail_numel))
+    return Layout(
+        num_ranks=plan.num_ranks,
+        rank=rank,
+        row_numel=row_numel,
+        tail_numel=tail_numel,
+        unsharded_numel=plan.numel,
+        in_place=row_numel == plan.shard_numel,
+        slots=tuple(slots),
+        gaps=tuple(gaps),
+        columns=(),
+        source=source,
     )
 
 
 def reduce_layout(layout: Layout, indices: Sequence[int], tail_numel: int) -> Layout:
     """The rows that reduce the gradients of some of a layout's parameters, with a tail behind each row."""
-    shapes = [layout.shapes[index] for index in indices]
+    if isinstance(layout.source, RaggedSource):
+        return ragged_layout(layout.source, layout.rank, indices, tail_numel=tail_numel)
+    shapes = [layout.source[index] for index in indices]
     return interleaved_layout(shapes, layout.num_ranks, layout.rank, tail_numel=tail_numel)
 
 
@@ -248,3 +311,28 @@ def _gaps_of_short_chunks(param: ShardedShape, num_ranks: int, row_numel: int, o
     if num_full < num_ranks:
         gaps.append(Gap(num_full * row_numel + offset, num_ranks - num_full, piece))
     return gaps
+
+
+def _ragged_segments(start: int, numel: int, shard_numel: int, row_numel: int) -> tuple[Segment, ...]:
+    """Elements [start, start + numel) of the rows without tails: a part of a row, whole rows, a part of a
+    row.
+    """
+    segments = []
+    done = 0
+    while done < numel:
+        row, offset = divmod(start + done, shard_numel)
+        num_whole = (numel - done) // shard_numel if offset == 0 else 0
+        piece = min(shard_numel - offset, numel - done)
+        place = row * row_numel + offset
+        if num_whole:
+            size = (num_whole, shard_numel)
+            segments.append(Segment(size, done, (shard_numel, 1), place, (row_numel, 1)))
+        else:
+            segments.append(Segment((piece,), done, (1,), place, (1,)))
+        done += max(num_whole, 1) * piece
+    return tuple(segments)
+
+
+def _gap_of(segment: Segment, row_numel: int) -> Gap:
+    num_rows = segment.size[0] if len(segment.size) == 2 else 1
+    return Gap(segment.rows_offset, num_rows, segment.size[-1])

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from shardkit._torch import process_group_comms, symmetric_memory_comms
+from shardkit._torch import AllGather, ReduceScatter, process_group_comms, symmetric_memory_comms
 from shardkit.collectives import new_route
 from shardkit.interop import unit_of
 from shardkit.unit import Unit
@@ -120,7 +119,8 @@ class FSDPModule(TorchFSDPModule):
         """Let `comm` allocate the gathered rows and gather them. Parameters are then copied out of its
         buffer.
         """
-        self._single_bucket_unit("set_custom_all_gather").settings.all_gather = comm
+        for bucket in self._single_bucket_unit("set_custom_all_gather").buckets:
+            bucket.all_gather_comm = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let `comm` allocate the gradients' rows and reduce them."""
@@ -204,7 +204,7 @@ class FSDPModule(TorchFSDPModule):
                 groups[name] = dist.new_group(
                     ranks, use_local_synchronization=True, group_desc="shardkit_reduce_scatter"
                 )
-            bucket.reduce_route = new_route(groups[name]) if enable else bucket.route
+            bucket.reduce_route = new_route(groups[name], bucket.spec.device) if enable else bucket.route
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters; an embedding's does not."""
@@ -272,7 +272,7 @@ class FSDPModule(TorchFSDPModule):
         for bucket in unit.buckets:
             if bucket.route is not None:
                 pair = (None, None) if make is None else make(bucket.route.group)
-                unit.settings.all_gather, bucket.grads.comm = pair
+                bucket.all_gather_comm, bucket.grads.comm = pair
 
 
 class _BehindTheClass(TorchFSDPModule):

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit._torch import is_replicated_module, local_of
+from shardkit._torch import ShardPlacementResult, is_replicated_module, local_of
 from shardkit.mesh import DataAxes, axes_of_mesh_info
 from shardkit.placement import Blocks
 

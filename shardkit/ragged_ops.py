@@ -101,7 +101,7 @@ def _pointwise_aligned(cls: type[DTensor], func: OpOverload, args: Args, kwargs:
     """Run an elementwise operator whose operands do not all lie alike."""
     named = named_arguments(func, args, kwargs)
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     target = next((t for t in tensors if isinstance(t, cls) and t.shape == shape), None)
     if target is None:
         refuse(func, f"no ragged operand has the result's shape {tuple(shape)}. Expand the replicated ones.")

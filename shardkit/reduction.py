@@ -11,6 +11,7 @@ half runs when the reduction is waited for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
 from shardkit.bucket import Bucket
-from shardkit.buffer import contiguous_stride
-from shardkit.collectives import Pending, Route, all_reduce, can_average, reduce_scatter
+from shardkit.collectives import Pending, all_reduce, can_average, reduce_scatter
 from shardkit.errors import UnevenUseError
 from shardkit.layout import Layout
 from shardkit.precision import Division, division
@@ -44,15 +44,14 @@ class ReduceOptions:
 class Reduction:
     """One reduction under way. Collective over the shard axis, then over the replicas, if there are any."""
 
-    def __init__(
-        self, bucket: Bucket, options: ReduceOptions, streams: Streams, replicas: Route | None
-    ) -> None:
+    def __init__(self, bucket: Bucket, options: ReduceOptions, streams: Streams) -> None:
         self.bucket, self.streams = bucket, streams
-        self._options, self._replicas = options, replicas
+        self._options, self._replicas = options, bucket.replicate_route
         grads = bucket.grads
-        self._rows: Tensor | None = grads.take()
+        with torch.no_grad():
+            rows, self._used_all = grads.take()
         assert grads.layout is not None
-        self._used_all = grads.took_all
+        self._rows: Tensor | None = rows
         self._layout: Layout = grads.layout
         self._trainable = grads.trainable
         self._division = self._choose_division()
@@ -77,6 +76,7 @@ class Reduction:
             with torch.no_grad():
                 self._collect()
         self._rows = None
+        self.bucket.grads.free()
 
     def wait_on_host(self) -> None:
         """Block until offloaded gradients have arrived: the CPU reads them without knowing of streams."""
@@ -173,26 +173,25 @@ class Reduction:
         """Views of the row become, or are added to, the gradients of the sharded parameters."""
         spec = self.bucket.spec
         row = row.to(spec.dtype)
-        params: list[ShardedParam] = []
-        for position, index in enumerate(self._trainable):
-            if not used[position]:
-                continue
-            slot, param = self._layout.slots[position], self.bucket.params[index]
-            local = row.as_strided(slot.local_shape, contiguous_stride(slot.local_shape), slot.shard_offset)
-            self._add_grad(param, self._offload(param, local))
-            params.append(param)
-        for param in params:
-            run_post_accumulate_hooks(param.sharded)
+        params = [self.bucket.params[index] for index in self._trainable]
+        locals_ = self.bucket.grads.split_row(row)
+        offloads = spec.shard_device != row.device
+        for param, local, is_used in zip(params, locals_, used, strict=True):
+            if is_used:
+                self._add_grad(param, self._offload(param, local) if offloads else local)
+        for param, is_used in zip(params, used, strict=True):
+            if is_used and has_grad_hooks(param.sharded):
+                run_post_accumulate_hooks(param.sharded)
 
     def _offload(self, param: ShardedParam, local: Tensor) -> Tensor:
         spec = self.bucket.spec
-        if local.device == spec.shard_device:
-            return local
         read_at_once = param.sharded.grad is not None or has_grad_hooks(param.sharded)
         return local.to(spec.shard_device, non_blocking=spec.pin_memory and not read_at_once)
 
     def _add_grad(self, param: ShardedParam, local: Tensor) -> None:
-        grad = run_grad_hooks(param.sharded, param.sharding.wrap_sharded(local))
+        grad = param.sharding.wrap_sharded(local)
+        if has_grad_hooks(param.sharded):
+            grad = run_grad_hooks(param.sharded, grad)
         held = param.sharded.grad
         if held is None:
             param.sharded.grad = grad
@@ -203,3 +202,40 @@ class Reduction:
                 f"{type(held).__name__}. Set it to None, or keep what backward put there."
             )
         local_of(held).add_(local_of(grad))
+
+
+class ReductionQueue:
+    """The reductions of a tree that are in flight, oldest first."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[Reduction] = deque()
+        self._unchecked: list[Reduction] = []
+
+    def add(self, reduction: Callable[[], Reduction], limit: int) -> None:
+        """Start a reduction once fewer than `limit` are in flight."""
+        while len(self._in_flight) >= limit:
+            self._finish_oldest()
+        self._in_flight.append(reduction())
+
+    def finish_of(self, bucket: Bucket) -> None:
+        """Finish what is in flight of `bucket`, so that its gradients can gather anew."""
+        while any(reduction.bucket is bucket for reduction in self._in_flight):
+            self._finish_oldest()
+
+    def finish_all(self) -> None:
+        """Return when all gradients are there."""
+        while self._in_flight:
+            self._finish_oldest()
+        for reduction in self._unchecked:
+            reduction.wait_on_host()
+
+    def check_use(self) -> None:
+        """Raise what finished reductions found only on the device."""
+        unchecked, self._unchecked = self._unchecked, []
+        for reduction in unchecked:
+            reduction.check_use()
+
+    def _finish_oldest(self) -> None:
+        reduction = self._in_flight.popleft()
+        reduction.finish()
+        self._unchecked.append(reduction)

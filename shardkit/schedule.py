@@ -58,6 +58,13 @@ def reshards_after_forward(
     return not with_grad and not pinned
 
 
+def takes_grad_at_once(grad_bytes: int) -> bool:
+    """Whether a gradient is worth a call of its own as soon as it is there, rather than waiting for the
+    unit's.
+    """
+    return grad_bytes >= 256 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
     """What one unit may hold on one rank, in bytes."""

@@ -6,19 +6,20 @@ Level 7 of the data flow: holds. Exactly one of the two is registered on the own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit._torch import has_grad_hooks, local_of, param_dict, set_local
 from shardkit.buffer import FlatBuffer
-from shardkit.errors import GatheredParamError
 from shardkit.layout import Slot
 from shardkit.params import Owner, ParamSpec, remember_original
+from shardkit.plan import BucketPlan
 from shardkit.sharding import Sharding
 
 gathered_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # gathered parameter -> its name
@@ -29,28 +30,32 @@ class ShardedParam:
 
     __slots__ = (
         "_places",
-        "_version",
         "axes",
         "local",
         "name",
         "owners",
+        "plan",
+        "plan_name",
         "shape",
+        "shard_dim",
         "sharded",
         "sharding",
         "unsharded",
-        "wish",
     )
 
-    def __init__(self, spec: ParamSpec, sharding: Sharding, local: Tensor) -> None:
+    def __init__(
+        self, spec: ParamSpec, sharding: Sharding, local: Tensor, plan: BucketPlan | None = None
+    ) -> None:
         self.name = spec.name  # dotted, from the root once there is one
+        self.plan, self.plan_name = plan, spec.name  # the ragged plan that placed it, and its name there
+        self.shard_dim = spec.wish.dim if isinstance(spec.wish, Shard) else 0
         self.owners: tuple[Owner, ...] = spec.owners
-        self.axes, self.wish, self.sharding = spec.axes, spec.wish, sharding
+        self.axes, self.sharding = spec.axes, sharding
         self.shape = tuple(spec.local.shape)  # unsharded, on this tensor-parallel rank
         self._places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
         self.local = local  # this rank's part: a piece of the bucket's shard buffer, once that is made
         self.sharded = nn.Parameter(sharding.wrap_sharded(local), requires_grad=spec.param.requires_grad)
         self.unsharded: nn.Parameter | None = None
-        self._version = 0
         remember_original(spec.param, self.name)
 
     @property
@@ -58,6 +63,12 @@ class ShardedParam:
         """What the module holds now."""
         places, name = self._places[0]
         return places[name]
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the gathered form on this rank, and of its gradient."""
+        assert self.unsharded is not None
+        return math.prod(self.shape) * self.unsharded.element_size()
 
     @property
     def is_adopted(self) -> bool:
@@ -96,12 +107,13 @@ class ShardedParam:
         self.local = local_of(param)
         self.sharding = self.sharding.cast(self.local.dtype)
 
-    def make_unsharded(self, buffer: FlatBuffer, slot: Slot) -> None:
+    def make_unsharded(self, buffer: FlatBuffer, slot: Slot) -> nn.Parameter:
         """Build the gathered form, once, on the bucket's unsharded bytes."""
         with torch.inference_mode(False):
             tensor = self.sharding.wrap_unsharded(buffer.tensor(slot.unsharded_offset, slot.shape))
             self.unsharded = nn.Parameter(tensor, requires_grad=False)
         gathered_names[self.unsharded] = self.name
+        return self.unsharded
 
     def register(self, param: nn.Parameter) -> None:
         """Let every owner hold `param`."""
@@ -116,25 +128,6 @@ class ShardedParam:
             unsharded.requires_grad_(self.sharded.requires_grad)
             if unsharded.requires_grad and not has_grad_hooks(unsharded):
                 unsharded.register_post_accumulate_grad_hook(make_hook())
-
-    def note_version(self) -> None:
-        """Remember how often the gathered form had been written to."""
-        assert self.unsharded is not None
-        self._version = self.unsharded._version
-
-    def check_not_written(self) -> None:
-        """Refuse to throw away what the user wrote to the gathered form.
-
-        Raises:
-            GatheredParamError: it was changed in place since it was gathered.
-        """
-        assert self.unsharded is not None
-        if self.unsharded._version != self._version:
-            self._version = self.unsharded._version
-            raise GatheredParamError(
-                f"param {self.name!r}: it was changed in place while gathered, and the change would be lost "
-                "when it is resharded. Call reshard() on its module first, then change the sharded parameter."
-            )
 
 
 def _describe(param: Tensor | None) -> str:

@@ -1,37 +1,26 @@
 """Unit: the module(s) of one `fully_shard` call. Tree: the units below one root, and the iteration they run.
 
-Level 10 of the data flow. A unit turns its modules' parameters into buckets, and carries out what `hooks.py`
-triggers: unshard, reshard, reduce. What units share lies in their tree: the forward order, the streams, the
-    reductions in flight.
+Level 11 of the data flow. A unit carries out what `hooks.py` triggers on its buckets: unshard, reshard,
+reduce. What
+units share lies in their tree: the forward order, the streams, the reductions in flight.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.tensor import DTensor
 
 from shardkit._torch import call_after_backward, in_backward
-from shardkit.agreement import check_agreement
+from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
-from shardkit.collectives import Route, has_peers, new_route
-from shardkit.errors import PlanMismatchError
-from shardkit.layout import BucketSpec, ShardedShape, interleaved_layout
 from shardkit.params import ParamSpec
-from shardkit.precision import compute_dtype, reduce_dtype
-from shardkit.reduction import ReduceOptions, Reduction
-from shardkit.schedule import ForwardOrder
-from shardkit.sharded_param import ShardedParam
-from shardkit.sharding import sharding_of
+from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
+from shardkit.schedule import ForwardOrder, takes_grad_at_once
 from shardkit.streams import Streams
 
 
@@ -45,18 +34,8 @@ class UnitSettings:
     unshard_in_backward: bool = True
     max_input_buffers: int = 1
     reduce: ReduceOptions = field(default_factory=ReduceOptions)
-    all_gather: AllGather | None = None
     forward_prefetch: list[Unit] = field(default_factory=list)
     backward_prefetch: list[Unit] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPolicy:
-    """What `fully_shard` was told about dtypes and devices, for good."""
-
-    precision: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    device: torch.device
 
 
 class Unit:
@@ -72,19 +51,13 @@ class Unit:
         self.modules, self.managed, self.policy = tuple(modules), tuple(managed), policy
         self.settings = UnitSettings()
         self.name = ", ".join(type(module).__name__ for module in modules)
-        self.params = [ShardedParam(spec, sharding_of(spec, spec.wish), _shard_of(spec)) for spec in specs]
-        self.small_groups: dict[
-            int, dist.ProcessGroup
-        ] = {}  # id of a bucket's group -> its part of reshard_after_forward ranks
-        self.replicas: dict[int, Route] = {}
-        self.modules_to_run: set[nn.Module] = (
-            set()
-        )  # of a unit of several modules: what this forward has not run yet
-        self.index = 0  # in the tree
+        with torch.no_grad():
+            self.params = shard_params(specs)
+            self.buckets = make_buckets(self.params, policy)
+        self._watched = [_attributes_to_watch(module) for _, module in managed]
+        self.modules_to_run: set[nn.Module] = set()  # of several modules: what this forward has not run yet
         self.is_pinned = False  # the user called unshard()
         self.in_backward = False  # between pre_backward and post_backward
-        with torch.no_grad():
-            self.buckets = self._make_buckets()
         self.tree = Tree(self)
         _live_units.add(self)
 
@@ -94,8 +67,9 @@ class Unit:
         return self.tree.root is self
 
     def adopt(self) -> None:
-        """Take in what the user put in a parameter's place: `.to`, `to_empty`, `load_state_dict(assign=True)`
-        replace it.
+        """Take in what the user put in a parameter's place.
+
+        `.to`, `to_empty` and `load_state_dict(assign=True)` replace it.
 
         Raises:
             ValueError: it is no DTensor of the same placement and shape.
@@ -106,24 +80,25 @@ class Unit:
         with torch.no_grad():
             for param in replaced:
                 param.take_replacement()
-            if all(_fits(bucket) for bucket in self.buckets):
+            if all(bucket.can_hold_params for bucket in self.buckets):
                 for bucket in self.buckets:
                     bucket.take_in(replaced)
             else:
-                self.buckets = self._make_buckets()
+                self.buckets = make_buckets(self.params, self.policy, self.buckets)
+                self.tree.rename()
 
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""
         if any(not bucket.is_gathering and not bucket.is_unsharded for bucket in self.buckets):
             self.adopt()
-            self._check_devices()
+            check_devices(self.name, self.params, self.policy)
         for bucket in self.buckets:
-            bucket.start_unshard(self.tree.streams, self.settings.all_gather, self._small_group(bucket))
+            bucket.start_unshard(self.tree.streams)
 
     def wait_for_unshard(self) -> None:
         """Wait for the gathers and register the gathered parameters."""
         for bucket in self.buckets:
-            bucket.finish_unshard(self.tree.streams, self._hook_for)
+            bucket.finish_unshard(self.tree.streams, partial(_grad_hook, weakref.ref(self)))
 
     def reshard(self) -> None:
         """Free the gathered parameters and register the shards."""
@@ -138,29 +113,41 @@ class Unit:
             self.reshard()
             return
         for bucket in self.buckets:
-            if self._small_group(bucket) is None:
+            if bucket.small_group is None:
                 bucket.reshard(self.tree.streams)
             else:
                 bucket.reshard_to(self.tree.streams, setting)
 
     def post_backward(self, *, keep: bool = False) -> None:
-        """Take the gradients that backward left, reshard, and start to reduce. Collective over the
-        data-parallel axes.
+        """Take the gradients that backward left, reshard, and start to reduce. Collective over the mesh.
 
         Args:
-            keep: stay gathered whatever the setting says: backward has built a graph that needs the
-                parameters.
+            keep: stay gathered whatever the setting says: backward has built a graph that needs it.
         """
         self.in_backward = False
         for bucket in self.buckets:
             with torch.no_grad():
-                self.tree.finish_reduction_of(bucket)
+                self.tree.reductions.finish_of(bucket)
                 bucket.grads.sweep()
         if self.settings.reshard_after_backward and not keep:
             self.reshard()
         if self.settings.gradient_sync:
             for bucket in self.buckets:
                 self._reduce(bucket)
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Tensors with a graph that the modules keep as attributes: a loss may start from them.
+
+        Only what may become a tensor is looked at: attributes that held a number, a tensor or nothing when
+        the unit was made, and all of a module that has got new ones since.
+        """
+        found = []
+        for attributes, num_attributes, names in self._watched:
+            for name in names if len(attributes) == num_attributes else list(attributes):
+                value = attributes.get(name)
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    found.append(value)
+        return found
 
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
@@ -173,124 +160,32 @@ class Unit:
             bucket.grads.drop()
         self.reshard()
 
-    def kept_tensors(self) -> Iterator[Tensor]:
-        """Tensors with a graph that the unit's modules keep as attributes: a loss may start from them."""
-        for _, module in self.managed:
-            for value in vars(module).values():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    yield value
-
-    def rename(self, name: str, names: dict[int, str]) -> None:
-        """Names as the root sees them; `names` maps the id of a sharded parameter to its own."""
-        self.name = name
-        for param in self.params:
-            param.name = names.get(id(param.sharded), param.name)
-        for bucket in self.buckets:
-            bucket.label = f"unit {name!r}"
-
-    def describe(self) -> list[str]:
-        """What must agree on all ranks of a group, a line a parameter."""
-        return [f"{self.name}: {line}" for bucket in self.buckets for line in bucket.describe()]
-
     def _reduce(self, bucket: Bucket) -> None:
         options = self.settings.reduce
         if bucket.grads.is_empty and not (options.fill_unused and bucket.is_trainable):
             return
-        self.tree.make_room()
-        replicas = self.replicas.get(id(bucket.spec.axes.replicate_group))
-        self.tree.in_flight.append(Reduction(bucket, options, self.tree.streams, replicas))
-
-    def _hook_for(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        """The hook that takes a gathered parameter's gradient as soon as autograd has accumulated it."""
-        unit_ref, bucket_ref = (
-            weakref.ref(self),
-            weakref.ref(bucket),
-        )  # autograd hides hooks from the garbage collector
-
-        def take_grad(param: Tensor) -> None:
-            unit, bucket = unit_ref(), bucket_ref()
-            if unit is None or bucket is None or param.grad is None:
-                return
-            unit.tree.enter_backward()
-            unit.tree.finish_reduction_of(bucket)
-            grad, param.grad = param.grad, None
-            bucket.grads.add(index, grad)
-
-        return take_grad
-
-    def _make_buckets(self) -> list[Bucket]:
-        groups: dict[object, list[ShardedParam]] = {}
-        for param in self.params:
-            axes, local = param.axes, param.local
-            key = (id(axes.shard_group), id(axes.replicate_group), local.dtype, local.device)
-            groups.setdefault(key, []).append(param)
-        return [self._make_bucket(params) for params in groups.values()]
-
-    def _make_bucket(self, params: list[ShardedParam]) -> Bucket:
-        axes, dtype = params[0].axes, params[0].local.dtype
-        shapes = [ShardedShape(p.name, p.shape, p.wish.dim) for p in params]
-        offloaded = isinstance(self.policy.offload, CPUOffloadPolicy)
-        is_meta = params[0].local.is_meta
-        spec = BucketSpec(
-            layout=interleaved_layout(shapes, axes.shard_size, axes.shard_rank),
-            axes=axes,
-            dtype=dtype,
-            compute_dtype=compute_dtype(dtype, self.policy.precision),
-            reduce_dtype=reduce_dtype(dtype, self.policy.precision),
-            device=self.policy.device,
-            shard_device=params[0].local.device if is_meta or not offloaded else torch.device("cpu"),
-            pin_memory=offloaded and not is_meta and _can_pin(self.policy),
-        )
-        route = None if axes.shard_group is None else new_route(axes.shard_group)
-        if axes.replicate_group is not None and id(axes.replicate_group) not in self.replicas:
-            self.replicas[id(axes.replicate_group)] = new_route(axes.replicate_group)
-        bucket = Bucket(params, spec, route)
-        bucket.label = f"unit {self.name!r}"
-        return bucket
-
-    def _small_group(self, bucket: Bucket) -> dist.ProcessGroup | None:
-        return self.small_groups.get(id(bucket.spec.axes.shard_group))
-
-    def _check_devices(self) -> None:
-        on_meta = [param.name for param in self.params if param.local.is_meta]
-        if on_meta:
-            raise RuntimeError(
-                f"{self.name}: parameters are still on the meta device: {on_meta}. Call to_empty(device=...) "
-                "on the model and initialise it, or load a checkpoint with assign=True, before the first "
-                "forward."
-            )
-        offloaded = isinstance(self.policy.offload, CPUOffloadPolicy)
-        wrong = [param.name for param in self.params if offloaded and param.local.device.type != "cpu"]
-        if wrong:
-            raise RuntimeError(
-                f"{self.name}: with CPUOffloadPolicy parameters rest on the CPU, but {wrong} do not. Call "
-                "to_empty(device='cpu'), or load a state dict that is on the CPU."
-            )
+        limit = max(unit.settings.max_input_buffers for unit in self.tree.units)
+        self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams), limit)
 
 
 class Tree:
-    """What the units below one root share during an iteration."""
+    """What the units below one root share."""
 
     def __init__(self, root: Unit) -> None:
         self.root: Unit = root
         self.units: list[Unit] = [root]
         self.order = ForwardOrder()
         self.streams = Streams(root.policy.device)
-        self.in_flight: deque[Reduction] = deque()
-        self.unchecked: list[Reduction] = []
+        self.reductions = ReductionQueue()
+        self.ignored: set[int] = set()  # ids of parameters that no unit manages, as the user asked
         self.forward_root: Unit | None = None  # whose forward the running iteration is
         self.is_last_backward = True
         self.awaits_callback = False  # autograd will call us when the running backward is over
-        self.keeps_gathered = False  # the running backward builds a graph that needs the gathered parameters
+        self.keeps_gathered = False  # the running backward builds a graph that needs the parameters
         self.post_optim_event: torch.Event | None = None
-        self.is_agreed = False
-        self._checked_size = (
-            -1
-        )  # of the modules' parameter and child lists, when all parameters were last seen to be managed
-        self.ignored: set[int] = set()  # ids of parameters that no unit manages, as the user asked
 
-    def absorb(self, root: Unit, inner: Sequence[Unit], ignored: frozenset[nn.Parameter]) -> None:
-        """`root`'s tree takes in the trees of the units below its modules, and names everything anew."""
+    def absorb(self, inner: Sequence[Unit], ignored: frozenset[nn.Parameter]) -> None:
+        """Take in the trees of the units below the root's modules, and name everything anew."""
         self.ignored |= {id(param) for param in ignored}
         for unit in inner:
             if unit.tree is not self:
@@ -299,69 +194,26 @@ class Tree:
                 self.units[-1:-1] = taken.units
                 for other in taken.units:
                     other.tree = self
-        for index, unit in enumerate(self.units):
-            unit.index = index
-        self._rename(root)
+        self.rename()
 
-    def check_all_managed(self) -> None:
-        """Refuse trainable parameters that were added after sharding: nothing would reduce their gradients.
+    def index(self, unit: Unit) -> int:
+        """A unit's number in the forward order."""
+        return self._indices[id(unit)]
 
-        Raises:
-            ValueError: there is one, and it was not in `ignored_params`.
-        """
-        modules = [module for unit in self.units for _, module in unit.managed]
-        size = sum(len(vars(module)["_parameters"]) + len(vars(module)["_modules"]) for module in modules)
-        if size == self._checked_size:
-            return
-        managed = {
-            id(p) for unit in self.units for param in unit.params for p in (param.sharded, param.unsharded)
-        }
-        for root in self.root.modules:
-            for name, param in root.named_parameters():
-                if (
-                    param.requires_grad
-                    and id(param) not in managed | self.ignored
-                    and not isinstance(param, DTensor)
-                ):
-                    raise ValueError(
-                        f"param {name!r}: it was added after fully_shard, so it is not sharded and its "
-                        "gradient would differ on every rank. Add it before, call fully_shard on its module, "
-                        "or name it in ignored_params and reduce it yourself."
-                    )
-        self._checked_size = size
-
-    def agree(self) -> None:
-        """Once, compare plans over every group that will communicate. Collective over the mesh."""
-        if self.is_agreed:
-            return
-        self.is_agreed = True
-        lines = [line for unit in self.units for line in unit.describe()]
-        groups: dict[str, dist.ProcessGroup] = {}
+    def rename(self) -> None:
+        """Name units and parameters as the root sees them."""
+        self._indices = {id(unit): index for index, unit in enumerate(self.units)}
+        if len(self.root.modules) == 1:
+            root = self.root.modules[0]
+            of_param = {id(param): name for name, param in root.named_parameters()}
+            of_module = {id(module): name for name, module in root.named_modules()}
+            for unit in self.units:
+                unit.name = ", ".join(of_module.get(id(m)) or type(m).__name__ for m in unit.modules)
+                for param in unit.params:
+                    param.name = of_param.get(id(param.registered), param.name)
         for unit in self.units:
             for bucket in unit.buckets:
-                for group in (bucket.spec.axes.shard_group, bucket.spec.axes.replicate_group):
-                    if group is not None and group.size() > 1 and has_peers(group, bucket.spec.device):
-                        groups[group.group_name] = group
-        model = f"model {type(self.root.modules[0]).__name__!r}"
-        for group in groups.values():
-            check_agreement(lines, group, model)
-        self._warn_if_replicas_differ(groups, model)
-
-    def _warn_if_replicas_differ(self, groups: dict[str, dist.ProcessGroup], model: str) -> None:
-        """Ranks that built different weights would train different models, for ever, without a sign of it."""
-        replicas = {bucket.spec.axes.replicate_group for unit in self.units for bucket in unit.buckets}
-        for group in groups.values():
-            if group not in replicas:
-                continue
-            buckets = [b for unit in self.units for b in unit.buckets if b.spec.axes.replicate_group is group]
-            try:
-                check_agreement([f"{b.label}: {b.checksum()}" for b in buckets], group, model)
-            except PlanMismatchError as error:
-                warnings.warn(
-                    f"{model}: the replicas of an HSDP mesh start from different weights ({error}). Seed all "
-                    "ranks alike, or broadcast the weights over the replicate axis before training.",
-                    stacklevel=2,
-                )
+                bucket.label = f"unit {unit.name!r}"
 
     def enter_backward(self) -> None:
         """Be called when the running backward is over."""
@@ -371,9 +223,7 @@ class Tree:
             call_after_backward(self.end_backward)
 
     def end_backward(self) -> None:
-        """Complete every unit whose inputs needed no gradient, then wait for all reductions of the last
-        backward.
-        """
+        """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
         self.awaits_callback = False
         self.forward_root = None
         for unit in reversed(self.units):
@@ -381,82 +231,58 @@ class Tree:
             unit.post_backward(keep=self.keeps_gathered)
         if not self.is_last_backward:
             return
-        while self.in_flight:
-            self.finish_oldest()
+        self.reductions.finish_all()
         self.order.clear()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.drop_gather()
-        for reduction in self.unchecked:
-            reduction.wait_on_host()
-
-    def make_room(self) -> None:
-        """Finish reductions until one more may be in flight."""
-        limit = max(unit.settings.max_input_buffers for unit in self.units)
-        while len(self.in_flight) >= limit:
-            self.finish_oldest()
-
-    def finish_oldest(self) -> None:
-        """Finish the reduction that has been in flight longest."""
-        reduction = self.in_flight.popleft()
-        reduction.finish()
-        self.unchecked.append(reduction)
-
-    def finish_reduction_of(self, bucket: Bucket) -> None:
-        """Finish what is in flight of `bucket`, so that its gradients can gather anew."""
-        while any(reduction.bucket is bucket for reduction in self.in_flight):
-            self.finish_oldest()
-
-    def check_use(self) -> None:
-        """Raise what earlier reductions found only on the device."""
-        unchecked, self.unchecked = self.unchecked, []
-        for reduction in unchecked:
-            reduction.check_use()
 
     def reset(self) -> None:
         """Forget a failed iteration. Collective where gathers are under way: all ranks must have failed."""
-        while self.in_flight:
-            self.finish_oldest()
-        self.unchecked = []
+        self.reductions.finish_all()
         self.order.clear()
         self.forward_root = None
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
 
-    def _rename(self, root: Unit) -> None:
-        if len(root.modules) > 1:
-            return
-        names = {id(param): name for name, param in root.modules[0].named_parameters(remove_duplicate=True)}
-        of_module = {module: name for name, module in root.modules[0].named_modules()}
-        for unit in self.units:
-            unit.rename(", ".join(of_module.get(m, "") or type(m).__name__ for m in unit.modules), names)
+
+def managed_params() -> dict[int, str]:
+    """Every sharded parameter's name by its id: torch cannot swap a tensor that is weakly referenced."""
+    return {id(param.sharded): param.name for unit in _live_units for param in unit.params}
 
 
 _live_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
-def managed_params() -> dict[int, str]:
-    """The name of every sharded parameter of a live unit, by id: weak references would forbid torch to swap
-    them.
-    """
-    return {id(param.sharded): param.name for unit in _live_units for param in unit.params}
+def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
+    """A module's attributes, how many there are, and the names of those that may become a tensor."""
+    attributes = vars(module)
+    own = attributes.keys() - _MODULE_ATTRIBUTES
+    names = [name for name in own if isinstance(attributes[name], (int, float, Tensor, type(None)))]
+    return attributes, len(attributes), names
 
 
-def _shard_of(spec: ParamSpec) -> Tensor:
-    """This rank's part of the parameter that the user passed, cut as `torch.chunk` cuts."""
-    full, axes, dim = spec.local, spec.axes, spec.wish.dim
-    chunk = -(-full.shape[dim] // axes.shard_size)
-    start = min(axes.shard_rank * chunk, full.shape[dim])
-    return full.narrow(dim, start, min(chunk, full.shape[dim] - start))
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
-def _fits(bucket: Bucket) -> bool:
-    """Whether the parameters' present tensors have the dtype and device of the bucket's shard buffer."""
-    flat = bucket.shard.flat
-    return all(p.local.dtype == flat.dtype and p.local.device == flat.device for p in bucket.params)
+def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    """The hook that takes a gathered parameter's gradient as soon as autograd has accumulated it."""
+    bucket_ref = weakref.ref(bucket)  # autograd keeps hooks where the garbage collector does not look
 
+    def take_grad(param: Tensor) -> None:
+        unit, bucket = unit_ref(), bucket_ref()
+        if unit is None or bucket is None or param.grad is None:
+            return
+        unit.tree.enter_backward()
+        unit.tree.reductions.finish_of(bucket)
+        grad, param.grad = param.grad, None
+        with torch.no_grad():
+            bucket.grads.add({index: grad})
 
-def _can_pin(policy: UnitPolicy) -> bool:
-    assert isinstance(policy.offload, CPUOffloadPolicy)
-    return policy.offload.pin_memory and policy.device.type != "cpu"
+    def leave_grad(param: Tensor) -> None:
+        unit = unit_ref()
+        if unit is not None and not unit.tree.awaits_callback:
+            unit.tree.enter_backward()
+
+    return take_grad if takes_grad_at_once(bucket.params[index].unsharded_bytes) else leave_grad

@@ -27,9 +27,9 @@ DATA_FLOW = """
     streams collectives agreement
     specs ragged_reduce ragged_views ragged_ops redistribute ragged
     params sharding sharded_param
-    bucket grads reduction
-    unit hooks interop
-    watch module api
+    grads bucket reduction assemble
+    unit checks interop
+    hooks watch module api
 """
 SIBLINGS = ("clip", "init", "optim", "checkpoint", "tools")
 ROOT = "shardkit"  # the package's __init__: imports from all, imported by none

@@ -1,0 +1,186 @@
+"""From parameter specs to buckets: who travels together, where the planner puts them, on which routes.
+
+Level 9 of the data flow. Parameters that share groups, layout, dtype and device make one bucket; ragged ones
+are planned once, when the unit is made, and stay where they are whatever is cast or frozen later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from shardkit.bucket import Bucket
+from shardkit.collectives import new_route
+from shardkit.layout import (
+    ALIGN,
+    BucketSpec,
+    Layout,
+    RaggedParam,
+    RaggedSource,
+    ShardedShape,
+    interleaved_layout,
+    ragged_layout,
+)
+from shardkit.mesh import DataAxes
+from shardkit.params import ParamSpec
+from shardkit.placement import Blocks, RaggedShard, block_numel
+from shardkit.plan import BucketPlan, TensorSpec, plan_buckets
+from shardkit.precision import compute_dtype, reduce_dtype
+from shardkit.sharded_param import ShardedParam
+from shardkit.sharding import sharding_of
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPolicy:
+    """What `fully_shard` was told about dtypes and devices, for good."""
+
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    device: torch.device
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards rest on the CPU."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def pins(self) -> bool:
+        """Whether offloaded shards are in pinned memory."""
+        offload = self.offload
+        return isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.device.type != "cpu"
+
+
+def shard_params(specs: Sequence[ParamSpec]) -> list[ShardedParam]:
+    """Plan the ragged parameters, and cut every parameter to this rank's part.
+
+    Raises:
+        PaddingError: required blocks waste more than the planner's budget.
+    """
+    plans = _plan_ragged([spec for spec in specs if isinstance(spec.wish, Blocks)])
+    params = []
+    for spec in specs:
+        plan = plans.get(spec.name)
+        placement = spec.wish if plan is None else _placement_in(plan, spec)
+        assert isinstance(placement, (Shard, RaggedShard))
+        params.append(ShardedParam(spec, sharding_of(spec, placement), _cut(spec, placement, plan), plan))
+    return params
+
+
+def make_buckets(
+    params: Sequence[ShardedParam], policy: UnitPolicy, before: Sequence[Bucket] = ()
+) -> list[Bucket]:
+    """One bucket for all parameters that can share a collective, communicating as those `before` it did."""
+    together: dict[object, list[ShardedParam]] = {}
+    for param in params:
+        axes, local = param.axes, param.local
+        where = (id(axes.shard_group), id(axes.replicate_group), id(param.plan))
+        together.setdefault((where, local.dtype, local.device), []).append(param)
+    buckets = [_make_bucket(group, policy) for group in together.values()]
+    for bucket in buckets:
+        for old in before:
+            if old.spec.axes is bucket.spec.axes:
+                bucket.communicate_like(old)
+    return buckets
+
+
+def check_devices(name: str, params: Sequence[ShardedParam], policy: UnitPolicy) -> None:
+    """Everything is where a gather can read it.
+
+    Raises:
+        RuntimeError: parameters are on meta, or are to be offloaded and not on the CPU.
+    """
+    on_meta = [param.name for param in params if param.local.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"{name}: parameters are still on the meta device: {on_meta}. Call to_empty(device=...) on the "
+            "model and initialise it, or load a checkpoint with assign=True, before the first forward."
+        )
+    elsewhere = [param.name for param in params if policy.offloads and param.local.device.type != "cpu"]
+    if elsewhere:
+        raise RuntimeError(
+            f"{name}: with CPUOffloadPolicy parameters rest on the CPU, but {elsewhere} do not. Call "
+            "to_empty(device='cpu'), or load a state dict that is on the CPU."
+        )
+
+
+def _plan_ragged(specs: Sequence[ParamSpec]) -> dict[str, BucketPlan]:
+    """The plan of every ragged parameter, by name; frozen ones travel apart, as they are never reduced."""
+    groups: dict[object, list[ParamSpec]] = {}
+    for spec in specs:
+        key = (
+            id(spec.axes.shard_group),
+            id(spec.axes.replicate_group),
+            spec.param.requires_grad,
+            spec.param.dtype,
+        )
+        groups.setdefault(key, []).append(spec)
+    plans = {}
+    for group in groups.values():
+        tensors = [_tensor_spec(spec) for spec in group]
+        for plan in plan_buckets(tensors, group[0].axes.shard_size, unit_numel=ALIGN, align_numel=ALIGN):
+            plans.update(dict.fromkeys(plan.starts, plan))
+    return plans
+
+
+def _tensor_spec(spec: ParamSpec) -> TensorSpec:
+    assert isinstance(spec.wish, Blocks)
+    shape = tuple(spec.local.shape)
+    block = block_numel(spec.wish, shape)
+    return TensorSpec(
+        name=spec.name,
+        numel=math.prod(shape),
+        block_numel=block.block_numel,
+        period_numel=block.period_numel,
+        row_numel=block_numel(Blocks(), shape).block_numel,
+        required=spec.wish.required,
+    )
+
+
+def _placement_in(plan: BucketPlan, spec: ParamSpec) -> RaggedShard:
+    numels = [plan.local_range(spec.name, rank).numel for rank in range(plan.num_ranks)]
+    return RaggedShard.from_numels(tuple(spec.local.shape), numels, plan.blocks[spec.name])
+
+
+def _cut(spec: ParamSpec, placement: Shard | RaggedShard, plan: BucketPlan | None) -> Tensor:
+    """This rank's part of the parameter that the user passed."""
+    full, rank = spec.local, spec.axes.shard_rank
+    if isinstance(placement, RaggedShard):
+        assert plan is not None
+        piece = plan.local_range(spec.name, rank)
+        flat = full.reshape(-1)[piece.start_in_tensor :][: piece.numel]
+        return flat.view(placement.local_shape(tuple(full.shape), rank))
+    chunk = -(-full.shape[placement.dim] // spec.axes.shard_size)  # as torch.chunk cuts
+    start = min(rank * chunk, full.shape[placement.dim])
+    return full.narrow(placement.dim, start, min(chunk, full.shape[placement.dim] - start))
+
+
+def _make_bucket(params: list[ShardedParam], policy: UnitPolicy) -> Bucket:
+    axes, local = params[0].axes, params[0].local
+    spec = BucketSpec(
+        layout=_layout_of(params, axes),
+        axes=axes,
+        dtype=local.dtype,
+        compute_dtype=compute_dtype(local.dtype, policy.precision),
+        reduce_dtype=reduce_dtype(local.dtype, policy.precision),
+        device=policy.device,
+        shard_device=torch.device("cpu") if policy.offloads and not local.is_meta else local.device,
+        pin_memory=policy.pins and not local.is_meta,
+    )
+    shard_route = None if axes.shard_group is None else new_route(axes.shard_group, policy.device)
+    replicate_route = None if axes.replicate_group is None else new_route(axes.replicate_group, policy.device)
+    return Bucket(params, spec, shard_route, replicate_route)
+
+
+def _layout_of(params: list[ShardedParam], axes: DataAxes) -> Layout:
+    plan = params[0].plan
+    if plan is None:
+        shapes = [ShardedShape(param.name, param.shape, param.shard_dim) for param in params]
+        return interleaved_layout(shapes, axes.shard_size, axes.shard_rank)
+    pieces = tuple(RaggedParam(param.plan_name, param.shape, tuple(param.local.shape)) for param in params)
+    return ragged_layout(RaggedSource(plan, pieces), axes.shard_rank, range(len(pieces)))

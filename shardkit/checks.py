@@ -1,0 +1,83 @@
+"""What is checked when an iteration begins: all parameters managed, all ranks agreed, all replicas equal.
+
+Level 12 of the data flow. The first costs a count of attributes a forward, the others are asked once.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import num_attributes
+from shardkit.agreement import check_agreement
+from shardkit.collectives import has_peers
+from shardkit.errors import PlanMismatchError
+from shardkit.unit import Tree
+
+_checked_size: weakref.WeakKeyDictionary[Tree, int] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakSet[Tree] = weakref.WeakSet()
+
+
+def check_all_managed(tree: Tree) -> None:
+    """Refuse trainable parameters that were added after sharding: nothing would reduce their gradients.
+
+    Raises:
+        ValueError: there is one, and it was not in `ignored_params`.
+    """
+    size = sum(num_attributes(module) for unit in tree.units for _, module in unit.managed)
+    if size == _checked_size.get(tree):
+        return
+    managed = {
+        id(p) for unit in tree.units for param in unit.params for p in (param.sharded, param.unsharded)
+    }
+    for root in tree.root.modules:
+        for name, param in root.named_parameters():
+            is_ours = id(param) in managed or id(param) in tree.ignored or isinstance(param, DTensor)
+            if param.requires_grad and not is_ours:
+                raise ValueError(
+                    f"param {name!r}: it was added after fully_shard, so it is not sharded and its gradient "
+                    "would differ on every rank. Add it before, call fully_shard on its module, or name it "
+                    "in ignored_params and reduce it yourself."
+                )
+    _checked_size[tree] = size
+
+
+def check_ranks_agree(tree: Tree) -> None:
+    """Once, compare plans, and the replicas' weights, over every group that will communicate.
+
+    Collective over the data-parallel axes: all ranks must call.
+
+    Raises:
+        PlanMismatchError: ranks planned different shards, or a rank did not come.
+    """
+    if tree in _agreed:
+        return
+    _agreed.add(tree)
+    buckets = [bucket for unit in tree.units for bucket in unit.buckets]
+    model = f"model {type(tree.root.modules[0]).__name__!r}"
+    lines = [f"{bucket.label}: {line}" for bucket in buckets for line in bucket.describe()]
+    device = tree.root.policy.device
+    replicas = _with_peers([bucket.spec.axes.replicate_group for bucket in buckets], device)
+    for group in _with_peers([bucket.spec.axes.shard_group for bucket in buckets], device) + replicas:
+        check_agreement(lines, group, model)
+    for group in replicas:
+        ours = [bucket for bucket in buckets if bucket.spec.axes.replicate_group is group]
+        try:
+            check_agreement([f"{bucket.label}: {bucket.checksum()}" for bucket in ours], group, model)
+        except PlanMismatchError:
+            warnings.warn(
+                f"{model}: the replicas of an HSDP mesh start from different weights, so they would train "
+                "different models. Seed all ranks alike, or broadcast the weights over the replicate axis.",
+                stacklevel=2,
+            )
+
+
+def _with_peers(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> list[dist.ProcessGroup]:
+    """The groups over which anything is sent, each once, in the order that all ranks share."""
+    found = [g for g in groups if g is not None and g.size() > 1 and has_peers(g, device)]
+    return list(dict.fromkeys(found))
