@@ -19,10 +19,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Placement, Replicate
 
-from shardkit._torch import DataParallelMeshInfo, concatenate_meshes, flatten_mesh, roles_of_mesh_info
+from shardkit._torch import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    concatenate_meshes,
+    flatten_mesh,
+    roles_of_mesh_info,
+)
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,7 +82,7 @@ def default_mesh() -> DeviceMesh:
         RuntimeError: there is no process group and no launcher to make one.
     """
     _init_default_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
@@ -156,16 +161,24 @@ def axes_of_mesh_info(info: DataParallelMeshInfo) -> DataAxes:
 def shard_subgroup(axes: DataAxes, num_ranks: int) -> dist.ProcessGroup:
     """The group of `num_ranks` neighbours on the shard axis to which this rank belongs.
 
-    Collective over the mesh, the first time for each mesh and number: all ranks must call.
+    Collective over these neighbours, the first time for each axis and number: all of them must call. A slice
+    of a mesh has other ranks on each rank, so a new DeviceMesh cannot make the group: that is collective over
+    the world, with equal arguments everywhere.
+
+    Args:
+        axes: with a shard axis.
+        num_ranks: a divisor of the shard size.
     """
-    groups = _subgroups.setdefault(axes.mesh, {})
-    if num_ranks not in groups:
-        ranks = axes.mesh.mesh.view(-1, num_ranks)  # the shard axis is the innermost
-        groups[num_ranks] = DeviceMesh(axes.mesh.device_type, ranks).get_group(1)
-    return groups[num_ranks]
+    assert axes.shard_group is not None and axes.shard_size % num_ranks == 0
+    subgroups = _subgroups.setdefault(axes.shard_group, {})
+    if num_ranks not in subgroups:
+        start = axes.shard_rank // num_ranks * num_ranks
+        ranks = dist.get_process_group_ranks(axes.shard_group)[start : start + num_ranks]
+        subgroups[num_ranks] = dist.new_group(ranks, use_local_synchronization=True)
+    return subgroups[num_ranks]
 
 
-_subgroups: WeakKeyDictionary[DeviceMesh, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

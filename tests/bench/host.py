@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.bench.implementations import WRAPS, available, interleave
+from tests.bench.implementations import SHARDED, WRAPS, interleave
 from tests.bench.table import Bar, Row, Samples, compare
 from tests.support.ranks import run_ranks
 
@@ -32,8 +32,9 @@ BARS = (
 
 def measure(num_launches: int) -> Samples:
     """Milliseconds a unit and step, compute included."""
-    names = [name for name in available() if name != "ddp"]
-    return interleave(names, num_launches, lambda name: {QUANTITY: run_ranks(time_unit, 1, name)[0]})
+    return interleave(
+        ("bare", *SHARDED), num_launches, lambda name: {QUANTITY: run_ranks(time_unit, 1, name)[0]}
+    )
 
 
 def rows(samples: Samples) -> list[Row]:

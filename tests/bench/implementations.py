@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit import Blocks, fully_shard
 from tests.bench.table import Samples
 
 # (model, submodules that are units of their own, mesh, reshard_after_forward) -> what to call in its place
@@ -37,8 +37,6 @@ def sharded(
     model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, reshard: bool | None
 ) -> nn.Module:
     """shardkit with Shard(0), as FSDP2."""
-    from shardkit import fully_shard
-
     for module in (*units, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     return model
@@ -46,8 +44,6 @@ def sharded(
 
 def ragged(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, reshard: bool | None) -> nn.Module:
     """shardkit with ragged shards of whole rows."""
-    from shardkit import Blocks, fully_shard
-
     for module in (*units, model):
         fully_shard(
             module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=lambda param: Blocks()
@@ -62,13 +58,7 @@ WRAPS: Mapping[str, Wrap] = {
     "shardkit": sharded,
     "shardkit-ragged": ragged,
 }
-
-
-def available(names: Sequence[str] = tuple(WRAPS)) -> list[str]:
-    """Those of `names` that can run here: shardkit's need `fully_shard`."""
-    if importlib.util.find_spec("shardkit.api") is not None:
-        return list(names)
-    return [name for name in names if not name.startswith("shardkit")]
+SHARDED = ("fsdp2", "shardkit", "shardkit-ragged")
 
 
 def interleave(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.bench.host import fake_mesh
-from tests.bench.implementations import WRAPS, available, interleave
+from tests.bench.implementations import SHARDED, WRAPS, interleave
 from tests.bench.table import Bar, Row, Samples, compare
 from tests.support.ranks import run_ranks
 
@@ -37,8 +37,7 @@ BARS = (
 
 def measure(num_launches: int) -> Samples:
     """Milliseconds a step."""
-    names = ["plain", *available(["fsdp2", "shardkit", "shardkit-ragged"])]
-    return interleave(names, num_launches, lambda name: run_ranks(time_steps, 1, name)[0])
+    return interleave(("plain", *SHARDED), num_launches, lambda name: run_ranks(time_steps, 1, name)[0])
 
 
 def rows(samples: Samples) -> list[Row]:

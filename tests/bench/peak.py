@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.bench.implementations import WRAPS, available
+from tests.bench.implementations import SHARDED, WRAPS
 from tests.bench.table import Bar, Row, Samples, compare
 from tests.support.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def measure(num_launches: int) -> Mapping[int, Samples]:
     return {
         shard_size: {
             name: {QUANTITY: [nbytes / 2**20]}
-            for implementation in available(["fsdp2", "shardkit", "shardkit-ragged"])
+            for implementation in SHARDED
             for name, nbytes in highest_of_ranks(implementation, shard_size).items()
         }
         for shard_size in (1, 2, 4)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.bench.implementations import WRAPS, available, interleave
+from tests.bench.implementations import WRAPS, interleave
 from tests.bench.table import Bar, Row, Samples, compare
 from tests.support.models import Transformer
 from tests.support.ranks import run_ranks
@@ -45,7 +45,7 @@ def measure(num_launches: int) -> Mapping[int, Samples]:
         }
 
     return {
-        world_size: interleave(available(), num_launches, partial(launch, world_size))
+        world_size: interleave(tuple(WRAPS), num_launches, partial(launch, world_size))
         for world_size in (2, 4)
     }
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bench.implementations import WRAPS, available
+from shardkit.collectives import count_traffic
+from tests.bench.implementations import SHARDED, WRAPS
 from tests.bench.table import Bar, Row, Samples, compare
 from tests.support.ranks import run_ranks
 
@@ -37,7 +38,7 @@ BARS = tuple(
 
 def measure(num_launches: int) -> Mapping[bool, Samples]:
     """Reshard after forward or not -> samples. Counts do not vary, so one launch is enough."""
-    names = [name for name in available() if name != "bare"]
+    names = ("ddp", *SHARDED)
     return {
         reshard: {name: listed(run_ranks(count_step, WORLD_SIZE, name, reshard)[0]) for name in names}
         for reshard in (True, False)
@@ -95,8 +96,6 @@ def count_step(rank: int, world_size: int, name: str, reshard: bool) -> dict[str
 
 def shardkit_calls(stack: ExitStack) -> Counter[str]:
     """shardkit's own count: between CPUs one of its collectives is many messages."""
-    from shardkit.collectives import count_traffic
-
     return stack.enter_context(count_traffic()).num_calls
 
 

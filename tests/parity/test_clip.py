@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardkit.clip import clip_grad_norm_
+from shardkit import Blocks, RaggedTensor, clip_grad_norm_, fully_shard
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
 NORMS = (1.0, 2.0, 3.5, math.inf)
@@ -100,6 +99,22 @@ def test_tensor_parallel_strided_replicated_and_plain_in_one_call(norm_type: flo
                 else grad.clone()
             )
         assert "_StridedShard" in {type(p).__name__ for q in model[1].parameters() for p in q.placements}
+        assert_clips_as_torch(list(model.parameters()), grads, norm_type)
+
+    on_four_ranks(check)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_ragged_beside_even_shards(norm_type: float) -> None:
+    def check() -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 2))
+        fully_shard(model[0], mesh=grid("replicate", "shard"), shard_placement_fn=lambda param: Blocks())
+        fully_shard(model[1], shard_placement_fn=lambda param: Blocks())
+        fully_shard(model)
+        model(torch.full((2, 5), 1.0 + dist.get_rank())).square().sum().backward()
+        assert isinstance(model[0].weight.grad, RaggedTensor)
+        grads = [param.grad.full_tensor() for param in model.parameters()]
         assert_clips_as_torch(list(model.parameters()), grads, norm_type)
 
     on_four_ranks(check)

@@ -10,12 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardkit.mesh import axes_of_mesh_info, build_mesh, data_axes, default_mesh, device_of, join_meshes
+from shardkit._torch import DataParallelMeshDims
+from shardkit.mesh import (
+    axes_of_mesh_info,
+    build_mesh,
+    data_axes,
+    default_mesh,
+    device_of,
+    join_meshes,
+    shard_subgroup,
+)
 
 RANK = 21
 
@@ -131,8 +139,7 @@ def test_no_process_group_and_no_launcher_says_how_to_start(make: object) -> Non
 def test_default_mesh_spans_the_world_on_this_machines_device(world: int) -> None:
     mesh = default_mesh()
     assert (mesh.ndim, mesh.size(), mesh.mesh_dim_names) == (1, 1024, None)
-    accelerator = torch.accelerator.current_accelerator()
-    assert mesh.device_type == ("cpu" if accelerator is None else accelerator.type)
+    assert (mesh.device_type == "cpu") == (not torch.accelerator.is_available())
     assert device_of(mesh).type == mesh.device_type
 
 
@@ -242,6 +249,18 @@ def test_what_is_no_mesh_is_a_type_error(world: int) -> None:
         TypeError, match=r"expected a DeviceMesh, got ProcessGroup. Make one with shardkit.build_mesh"
     ):
         data_axes(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- shard_subgroup
+
+
+def test_neighbours_on_the_shard_axis_form_a_group_once(world: int) -> None:
+    axes = data_axes(build_mesh("cpu", tp=8)["shard"])
+    group = shard_subgroup(axes, 4)
+    assert dist.get_process_group_ranks(group) == [5, 13, 21, 29]
+    assert shard_subgroup(data_axes(build_mesh("cpu", tp=8)["shard"]), 4) is not group
+    assert shard_subgroup(axes, 4) is group
+    assert shard_subgroup(axes, 2).size() == 2
 
 
 # ---------------------------------------------------------------- join_meshes
