@@ -138,6 +138,13 @@ class Case:
         """The submodules that become units of their own, innermost first; the root is left to the caller."""
         return [model.get_submodule(name) for name in self.unit_names]
 
+    def sharded(self, fully_shard: Callable[..., object], **kwargs: object) -> nn.Module:
+        """A fresh model, every unit and then the root wrapped by `fully_shard(module, **kwargs)`."""
+        model = self.build()
+        for module in [*self.units(model), model]:
+            fully_shard(module, **kwargs)
+        return model
+
 
 def normal_batch(rank: int, *shape: int) -> Tensor:
     """Rank `rank`'s inputs, always the same."""
