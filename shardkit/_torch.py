@@ -65,7 +65,7 @@ def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int
 
 
 def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride: object) -> DTensor:
-    """What DTensor makes of the pieces that a traced graph gives back; their form changes between releases."""
+    """What DTensor makes of the pieces that a traced graph gives back; their form is torch's own."""
     rebuild = DTensor.__tensor_unflatten__
     return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
-from shardkit.boxes import local_part, local_shape
+from shardkit.boxes import Layout, local_part
 from shardkit.placement import RaggedShard
-from shardkit.specs import coordinate_of, layout_of, ragged_of, same_layout, spec_with
+from shardkit.redistribute import transfer
+from shardkit.specs import coordinate_of, layout_of, same_layout, sharded_axes, spec_with
 
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
@@ -46,9 +47,10 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(func: OpOverload) -> Rule:
-    """The rule of an operator that is met for the first time; without one, the rule that refuses."""
-    is_pointwise = torch.Tag.pointwise in func.tags
-    found = pointwise if is_pointwise else NAMED_RULES.get(base_name(func), _refuse_unknown)
+    """The rule of an operator met for the first time; without one, the rule that decomposes or refuses."""
+    # torch tags `equal` and the random `rrelu` pointwise too; the first has a rule of its own
+    is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    found = NAMED_RULES.get(base_name(func)) or (pointwise if is_pointwise else _unknown)
     return RULES.setdefault(func, found)
 
 
@@ -62,12 +64,16 @@ def refuse(func: OpOverload, why: str) -> NoReturn:
     raise NotImplementedError(f"{func}: {why}")
 
 
-def _refuse_unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> NoReturn:
-    refuse(
-        func,
-        "no exact rule on a RaggedTensor. Gather it first with full_tensor(), work on to_local(), or go to "
-        "another layout with shardkit.redistribute.",
-    )
+def _unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """An operator that torch itself writes in terms of others is as right as those are; else refuse."""
+    result = func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        refuse(
+            func,
+            "no exact rule on a RaggedTensor. Gather it first with full_tensor(), work on to_local(), or go "
+            "to another layout with shardkit.redistribute.",
+        )
+    return result
 
 
 # elementwise as well, or made for a shape alone, but not tagged so by torch
@@ -102,14 +108,20 @@ def _pointwise_aligned(cls: type[DTensor], func: OpOverload, args: Args, kwargs:
     named = named_arguments(func, args, kwargs)
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
-    target = next((t for t in tensors if isinstance(t, cls) and t.shape == shape), None)
-    if target is None:
-        refuse(func, f"no ragged operand has the result's shape {tuple(shape)}. Expand the replicated ones.")
-    spec = spec_of(target)
     written = [named[name] for name in _written(func)]
+    if any(not isinstance(out, cls) for out in written):
+        refuse(
+            func, "writes a tensor that is not ragged. Redistribute the ragged operands to its placements."
+        )
+    candidates = [spec_of(t) for t in (written or tensors) if isinstance(t, cls) and t.shape == shape]
+    if not candidates:
+        refuse(
+            func, f"no ragged operand to hold a result of shape {tuple(shape)}. Expand or redistribute one."
+        )
+    spec = max(candidates, key=lambda candidate: len(sharded_axes(candidate)))  # the others can be cut to it
     for out in written:
-        if not isinstance(out, cls) or out.shape != shape:
-            refuse(func, f"writes {type(out).__name__}, expected a RaggedTensor of shape {tuple(shape)}.")
+        if not same_layout(spec_of(cast(DTensor, out)), spec):
+            refuse(func, "writes tensors that lie differently. Give them one layout.")
 
     def to_local(value: object) -> object:
         return aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
@@ -134,10 +146,10 @@ def aligned(func: OpOverload, cls: type[DTensor], operand: torch.Tensor, spec: D
     if isinstance(operand, cls):
         if _broadcasts_locally(own, spec):
             return local_of(operand)
-        if _same_pieces(own, spec):
-            return local_of(operand).view(local_shape(layout_of(spec), coordinate_of(spec.mesh)))
-    elif own.mesh == spec.mesh and all(isinstance(p, Replicate | Partial) for p in own.placements):
-        return _replicated_part(operand, spec)
+        if _holds_all(own, spec):
+            return transfer(local_of(operand), layout_of(own), layout_of(spec), spec.mesh).wait()
+    elif own.mesh == spec.mesh and (part := _stock_part(operand, spec)) is not None:
+        return part
     refuse(
         func,
         f"operands lie differently: {own.placements} and {spec.placements} for shape "
@@ -164,27 +176,63 @@ def _broadcasts_locally(small: DTensorSpec, large: DTensorSpec) -> bool:
     return True
 
 
-def _same_pieces(a: DTensorSpec, b: DTensorSpec) -> bool:
-    """Whether the ranks hold the same elements, only counted in other units, as a view and its base may."""
-    shape = meta_of(a).shape
-    if a.mesh != b.mesh or shape != meta_of(b).shape:
+def _holds_all(own: DTensorSpec, spec: DTensorSpec) -> bool:
+    """Whether every rank has all its elements of `spec`, in other units or with a cut still to make."""
+    shape = meta_of(own).shape
+    if own.mesh != spec.mesh or shape != meta_of(spec).shape:
         return False
-    (axis_a, p), (axis_b, q) = ragged_of(a), ragged_of(b)
-    others_alike = all(
-        x == y for x, y in zip(a.placements, b.placements, strict=True) if not isinstance(x, RaggedShard)
-    )
-    return axis_a == axis_b and others_alike and p.local_numels(shape) == q.local_numels(shape)
+    pairs = list(zip(own.placements, spec.placements, strict=True))
+    others_alike = all(p == q for p, q in pairs if not isinstance(q, RaggedShard))
+    for p, q in pairs:
+        if isinstance(q, RaggedShard):
+            in_other_units = isinstance(p, RaggedShard) and p.local_numels(shape) == q.local_numels(shape)
+            holds = q.same_layout(p) or (others_alike and in_other_units)
+        else:
+            holds = p == q or isinstance(p, Replicate)
+        if not holds:
+            return False
+    return True
 
 
-def _replicated_part(operand: DTensor, spec: DTensorSpec) -> torch.Tensor:
-    """The part of a replicated operand that this rank's elements meet; a pending reduction is done first."""
-    replicate = [Replicate()] * spec.mesh.ndim
-    full = local_of(operand.redistribute(placements=replicate))
-    if not full.ndim:
-        return full if meta_of(spec).shape else full.reshape(1)
-    if full.numel() == 1:
-        return full.reshape((1,) * len(local_shape(layout_of(spec), coordinate_of(spec.mesh))))
-    return local_part(full.expand(meta_of(spec).shape), layout_of(spec), coordinate_of(spec.mesh))
+def _stock_part(operand: DTensor, spec: DTensorSpec) -> torch.Tensor | None:
+    """The part of a stock DTensor that this rank's elements meet, None if getting it would need a gather.
+
+    It must replicate where the ragged axis cuts; on a tensor-parallel axis it may be cut alike. A pending
+    reduction is done first.
+    """
+    own, shape = spec_of(operand), meta_of(spec).shape
+    lead = len(shape) - operand.ndim
+    alike = [
+        isinstance(p, Shard) and q == Shard(p.dim + lead) and operand.shape[p.dim] == shape[p.dim + lead]
+        for p, q in zip(own.placements, spec.placements, strict=True)
+    ]
+    if not all(ok or isinstance(p, Replicate | Partial) for ok, p in zip(alike, own.placements, strict=True)):
+        return None
+    reduced = [p if ok else Replicate() for ok, p in zip(alike, own.placements, strict=True)]
+    local = local_of(operand.redistribute(placements=reduced))
+    if not local.ndim:
+        return local if shape else local.reshape(1)
+    seen = list(shape)  # with the cuts that `local` has already
+    for ok, placement in zip(alike, own.placements, strict=True):
+        if ok and isinstance(placement, Shard):
+            seen[placement.dim + lead] = local.shape[placement.dim]
+    others = tuple(Replicate() if ok else q for ok, q in zip(alike, spec.placements, strict=True))
+    rest = Layout(tuple(seen), tuple(spec.mesh.shape), others)
+    return local_part(local.expand(seen), rest, coordinate_of(spec.mesh))
+
+
+@rule("index_put_")
+def masked_write(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """`tensor[mask] = value` with a mask of the same layout and one value."""
+    tensor, indices, value = args[:3]
+    mask = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
+    one_value = isinstance(value, torch.Tensor) and value.ndim == 0 and not args[3:]
+    if not (isinstance(tensor, cls) and isinstance(mask, cls) and mask.dtype == torch.bool and one_value):
+        refuse(func, "only tensor[mask] = value with a ragged mask and one value. Use to_local().")
+    assert isinstance(value, torch.Tensor)
+    spec = spec_of(tensor)
+    local_of(tensor)[aligned(func, cls, mask, spec)] = aligned(func, cls, value, spec)
+    return tensor
 
 
 @rule(

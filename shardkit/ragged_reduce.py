@@ -30,7 +30,17 @@ from shardkit import _torch
 from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
 from shardkit.boxes import sharded_shape
 from shardkit.placement import RaggedShard
-from shardkit.ragged_ops import Args, Kwargs, aligned, base_name, named_arguments, refuse, rule, wrap
+from shardkit.ragged_ops import (
+    Args,
+    Kwargs,
+    aligned,
+    base_name,
+    named_arguments,
+    pointwise,
+    refuse,
+    rule,
+    wrap,
+)
 from shardkit.specs import coordinate_of, layout_of, ragged_of, sharded_axes, spec_with
 
 Number = bool | int | float
@@ -209,7 +219,9 @@ def extreme(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
 
 @rule("max min cumsum cumprod argmax argmin _softmax _log_softmax logsumexp sort topk")
 def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Operators along one dim that is not cut run on the rank; max and min of everything are reductions."""
+    """Operators along one dim that is not cut run on the rank; max and min have two other forms."""
+    if "other" in (argument.name for argument in func._schema.arguments):
+        return pointwise(cls, func, args, kwargs)
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
     name, spec = base_name(func), spec_of(tensor)
     if name in ("max", "min") and "dim" not in named:
@@ -279,6 +291,13 @@ def equal(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> b
     for axis in sharded_axes(spec):
         verdict = _across(verdict, "min", spec.mesh, axis)
     return bool(verdict)
+
+
+@rule("allclose")
+def allclose(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
+    """Whether all elements are close, on all ranks."""
+    close = torch.isclose(*args, **kwargs)  # type: ignore[arg-type]
+    return bool(local_of(reduce(cls, cast(DTensor, close), MIN, [], False)))
 
 
 @rule("_local_scalar_dense")
