@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 import torch.distributed._functional_collectives as functional
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -29,6 +30,11 @@ spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 # new_dtensor(cls, local, spec, requires_grad=False). Calling `cls(...)` also runs an `__init__` that dynamo
 # wraps, which takes twice the time.
 new_dtensor: Callable[..., DTensor] = torch.Tensor._dtensor__new__
+
+
+def replace_parts(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Give a DTensor another local tensor; torch's `tensor.data = ...` changes the outer shell alone."""
+    tensor._local_tensor, tensor._spec = local, spec
 
 
 def make_spec(
@@ -68,6 +74,11 @@ def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride:
     """What DTensor makes of the pieces that a traced graph gives back; their form is torch's own."""
     rebuild = DTensor.__tensor_unflatten__
     return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a compiler holds a stand-in for the tensor, so that no message can be sent."""
+    return isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
 
 
 def register_foreach_type(cls: type[DTensor]) -> None:

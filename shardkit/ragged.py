@@ -133,6 +133,22 @@ class RaggedTensor(DTensor):
         assert isinstance(replicated, DTensor)
         return replicated.to_local(grad_placements=grad_placements)
 
+    @property  # type: ignore[override]
+    def data(self) -> RaggedTensor:
+        """This tensor without its history, as torch.Tensor.data; assigning replaces the local tensor too."""
+        detached = self.detach()
+        assert isinstance(detached, RaggedTensor)
+        return detached
+
+    @data.setter
+    def data(self, other: RaggedTensor) -> None:
+        if not isinstance(other, RaggedTensor):
+            raise TypeError(
+                f"data: expected a RaggedTensor, got {type(other).__name__}. Distribute it first."
+            )
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        _torch.replace_parts(self, local_of(other), spec_of(other))
+
     def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"RaggedTensor(local_tensor={local_of(self)}, device_mesh={self.device_mesh}, "
@@ -284,6 +300,11 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Tran
     """Start the transfer; a tensor that already lies right is its own result."""
     if same_placements(source.placements, target.placements):
         return Transfer([], lambda: local)
+    if _torch.is_traced(local):
+        raise NotImplementedError(
+            f"redistribute from {source.placements} to {target.placements} inside torch.compile: messages "
+            "cannot be traced. Call it outside the compiled function and pass the result in."
+        )
     return transfer(local, layout_of(source), layout_of(target), source.mesh)
 
 

@@ -313,39 +313,48 @@ def foreach(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
 
 
 def _foreach_apart(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Split lists into stock tensors, which stock rules take, and ragged ones, whose operands are aligned."""
+    """Split lists into plain tensors, stock DTensors and ragged ones, whose operands are then aligned."""
     tensors = args[0]
     if not isinstance(tensors, Sequence):
         refuse(func, "expected a list of tensors first.")
-    ragged: list[int] = []
-    stock: list[int] = []
+    by_kind: dict[type, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        (ragged if isinstance(tensor, cls) else stock).append(index)
-
-    def part(value: object, indices: list[int]) -> object:
-        is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
-        return [value[index] for index in indices] if is_list else value  # type: ignore[index]
+        kind = cls if isinstance(tensor, cls) else DTensor if isinstance(tensor, DTensor) else torch.Tensor
+        by_kind.setdefault(kind, []).append(index)
 
     results: dict[int, object] = {}
-    if stock:
-        out = func(*(part(arg, stock) for arg in args), **kwargs)
-        results.update(zip(stock, out or (), strict=False))
-    if ragged:
-        specs = [spec_of(tensors[index]) for index in ragged]
-        local_args = []
-        for arg in args:
-            arg = part(arg, ragged)
-            if isinstance(arg, list):
-                arg = [
-                    aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
-                    for value, spec in zip(arg, specs, strict=False)
-                ]
-            local_args.append(_replicated_scalar(func, arg))
-        out = func(*local_args, **{name: _replicated_scalar(func, value) for name, value in kwargs.items()})
-        results.update(
-            zip(ragged, (wrap(cls, r, s) for r, s in zip(out or (), specs, strict=False)), strict=False)
+    for kind, indices in by_kind.items():
+        picked = tuple(
+            [arg[index] for index in indices]
+            if isinstance(arg, list | tuple) and len(arg) == len(tensors)
+            else arg
+            for arg in args
         )
+        done = _foreach_ragged(cls, func, picked, kwargs) if kind is cls else func(*picked, **kwargs)
+        results.update(zip(indices, done or (), strict=False))
     return [results[index] for index in range(len(tensors))] if results else None
+
+
+def _foreach_ragged(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> list[object] | None:
+    """Run a list operator whose first list is ragged and whose other operands need aligning."""
+    assert isinstance(args[0], list)
+    specs = [spec_of(tensor) for tensor in args[0]]
+    named = named_arguments(func, args, kwargs)
+    for name in _written(func):
+        for out, spec in zip(cast(list[DTensor], named[name]), specs, strict=False):
+            if not isinstance(out, cls) or not same_layout(spec_of(out), spec):
+                refuse(func, f"writes {name} that lie otherwise than their tensor. Redistribute them.")
+
+    def to_local(arg: object) -> object:
+        if not isinstance(arg, list):
+            return _replicated_scalar(func, arg)
+        return [
+            aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
+            for value, spec in zip(arg, specs, strict=False)
+        ]
+
+    results = func(*map(to_local, args), **{name: _replicated_scalar(func, v) for name, v in kwargs.items()})
+    return results and [wrap(cls, result, spec) for result, spec in zip(results, specs, strict=True)]
 
 
 def _replicated_scalar(func: OpOverload, value: object) -> object:

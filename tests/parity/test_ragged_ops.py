@@ -256,9 +256,17 @@ def _mismatches(rank: int, world_size: int) -> None:
         a @ a.new_ones(3, 2)
     with pytest.raises(NotImplementedError, match="operands lie differently"):
         torch._foreach_add_([a], [other])
+    flat = a.view(-1).view(5, 3)  # the same elements, which a copy may stand in for unless it is written
+    with pytest.raises(NotImplementedError, match="writes exp_avgs that lie otherwise"):
+        step = [torch.tensor(1.0)]
+        in_elements = distribute_tensor(values((5, 3)), mesh, [RaggedShard((0, 1), (3, 12, 0))])
+        torch._fused_adamw_(
+            [a], [a.clone()], [in_elements], [a.clone()], [], step, lr=0.1, beta1=0.9, beta2=0.9,
+            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
     with pytest.raises(NotImplementedError, match="another dtype"):
         a.view(torch.int64)
-    assert_same(full(a + a.view(-1).view(5, 3)), 2 * values((5, 3)), "a view counted in other units")
+    assert_same(full(a + flat), 2 * values((5, 3)), "a view counted in other units")
 
 
 def test_operands_that_lie_differently_are_refused_on_every_rank():
