@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from shardkit._torch import DTensorSpec, OpOverload, local_of, make_spec, meta_o
 from shardkit.boxes import Box, local_boxes, local_part, local_shape
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.redistribute import Transfer, scatter, transfer
-from shardkit.specs import coordinate_of, layout_of, same_placements
+from shardkit.specs import ThisMesh, coordinate_of, interned_spec, layout_of, same_placements
 
 
 class RaggedTensor(DTensor):
@@ -281,19 +282,45 @@ def distribute_tensor(
 
 
 def ragged_spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The checked layout record of a RaggedTensor; tensors that share one take the operators' fast path."""
+    """The checked layout record of a RaggedTensor, one object for equal arguments.
+
+    Operators compare the records of their operands by identity first, so a parameter, its gradient and its
+    optimizer state are seen to lie alike at once.
+    """
+    return _checked_spec(ThisMesh(mesh), placements, shape, dtype)
+
+
+@lru_cache(maxsize=65536)
+def _checked_spec(
+    mesh: ThisMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
     for placement in placements:
         if not isinstance(placement, RaggedShard | Replicate) and type(placement) is not Shard:
             raise NotImplementedError(
                 f"{placement} next to a RaggedShard in {placements}: only Shard and Replicate can be. "
                 "Reduce a Partial with shardkit.redistribute."
             )
-    size = torch.Size(shape)
-    spec = make_spec(mesh, placements, size, contiguous_stride(size), dtype)
-    layout_of(spec).check(coordinate_of(mesh))
+    _require_own_dispatch(mesh.mesh)
+    spec = interned_spec(mesh, placements, shape, dtype)
+    layout_of(spec).check(coordinate_of(mesh.mesh))
     return spec
+
+
+@cache
+def _require_own_dispatch(mesh: DeviceMesh) -> None:
+    """Raise on a torch whose C++ runs DTensor's own rules on its subclasses too, as 2.11 does."""
+    replicate = tuple(Replicate() for _ in range(mesh.ndim))
+    spec = make_spec(mesh, replicate, torch.Size((0,)), (1,), torch.float32)
+    if (
+        type(new_dtensor(RaggedTensor, torch.empty(0), spec, requires_grad=False).detach())
+        is not RaggedTensor
+    ):
+        raise NotImplementedError(
+            f"ragged layouts need a torch that lets a DTensor subclass dispatch, as 2.13 does; this is "
+            f"{torch.__version__}. Use Shard(0), the default placement, or a newer torch."
+        )
 
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Transfer:

@@ -87,17 +87,17 @@ def pointwise(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) 
     local_args: list[object] = []
     for arg in args:
         if type(arg) is cls:
-            assert isinstance(arg, DTensor)
+            own = spec_of(arg)
             if spec is None:
-                spec = spec_of(arg)
-            elif spec_of(arg) is not spec and not same_layout(spec_of(arg), spec):
+                spec = own
+            elif own is not spec and not same_layout(own, spec):
                 return _pointwise_aligned(cls, func, args, kwargs)
             local_args.append(local_of(arg))
         elif isinstance(arg, torch.Tensor):
             return _pointwise_aligned(cls, func, args, kwargs)
         else:
             local_args.append(arg)
-    if spec is None or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+    if spec is None or (kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values())):
         return _pointwise_aligned(cls, func, args, kwargs)
     result = func(*local_args, **kwargs)
     return args[0] if _written(func) else wrap(cls, result, spec)
@@ -317,9 +317,10 @@ def _foreach_apart(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwa
     tensors = args[0]
     if not isinstance(tensors, Sequence):
         refuse(func, "expected a list of tensors first.")
-    by_kind: dict[type, list[int]] = {}
+    by_kind: dict[type[torch.Tensor], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        kind = cls if isinstance(tensor, cls) else DTensor if isinstance(tensor, DTensor) else torch.Tensor
+        stock = DTensor if isinstance(tensor, DTensor) else torch.Tensor
+        kind = cls if isinstance(tensor, cls) else stock
         by_kind.setdefault(kind, []).append(index)
 
     results: dict[int, object] = {}

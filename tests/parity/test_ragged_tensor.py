@@ -51,6 +51,30 @@ def _construction(rank: int, world_size: int) -> None:
     assert spec.placements == tuple(ragged)
 
 
+def _older_torch(rank: int, world_size: int) -> None:
+    """torch 2.11 runs DTensor's own rules on its subclasses; stands in for it: DTensor's own dispatch."""
+    RaggedTensor.__torch_dispatch__ = classmethod(DTensor.__torch_dispatch__.__func__)
+    with pytest.raises(NotImplementedError, match=r"need a torch that lets a DTensor subclass dispatch"):
+        _ragged()
+
+
+def test_a_torch_that_never_asks_the_subclass_is_refused_by_name():
+    run_ranks(_older_torch, 3)
+
+
+def _records(rank: int, world_size: int) -> None:
+    """Equal layouts share one record; a mesh rebuilt after its groups were destroyed gets its own."""
+    a, b = _ragged(1), _ragged(2)
+    assert RaggedTensor.from_local(a.to_local(), a.device_mesh, a.placements, shape=a.shape)._spec is a._spec
+    assert a._spec is not b._spec  # two meshes, if equal ones
+    assert torch.equal(a + b, _ragged(1) + _ragged(2))
+    assert (a > 0)._spec is (a < 0)._spec
+
+
+def test_equal_layouts_on_one_mesh_share_their_record():
+    run_ranks(_records, 3)
+
+
 def _replicas_checked(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     local = torch.full((2, 3), float(rank))
