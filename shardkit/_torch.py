@@ -64,6 +64,16 @@ def norm_partial(norm_type: float) -> Placement:
     return _NormPartial(norm_type)
 
 
+def op_name(func: OpOverload) -> str:
+    """The operator without its overload, such as aten::add_."""
+    return str(func._schema.name)
+
+
+def op_arguments(func: OpOverload) -> list[torch.Argument]:
+    """Names, defaults and aliasing of an operator's arguments; only its schema tells."""
+    return list(func._schema.arguments)
+
+
 def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """All-reduce over one mesh axis by the functional collective, which torch.compile can trace."""
     reduced: torch.Tensor = functional.all_reduce(tensor, reduce_op, (mesh, axis))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -131,7 +132,6 @@ class RaggedTensor(DTensor):
         Collective over the mesh: all ranks must call.
         """
         replicated = redistribute(self, [Replicate()] * self.device_mesh.ndim)
-        assert isinstance(replicated, DTensor)
         return replicated.to_local(grad_placements=grad_placements)
 
     @property  # type: ignore[override]
@@ -207,6 +207,14 @@ class Redistribution:
         return _wrap(self.transfer.wait(), self.spec)
 
 
+@overload
+def redistribute(
+    tensor: DTensor, placements: Sequence[Placement], *, async_op: Literal[False] = False
+) -> DTensor: ...
+@overload
+def redistribute(
+    tensor: DTensor, placements: Sequence[Placement], *, async_op: bool
+) -> DTensor | Redistribution: ...
 def redistribute(
     tensor: DTensor, placements: Sequence[Placement], *, async_op: bool = False
 ) -> DTensor | Redistribution:
@@ -256,8 +264,7 @@ def distribute_tensor(
         tensor: the global tensor, a leaf. Values are read on the source rank only; on meta nothing is sent.
         device_mesh: the mesh; one placement for each of its axes.
         placements: how to lay it out.
-        src_data_rank: place of the source on each mesh axis; None lets every rank take its part of its own
-        tensor.
+        src_data_rank: place of the source on each mesh axis; None lets every rank cut its own tensor.
 
     Raises:
         ValueError: if the tensor cannot lie so, is no leaf, or is a DTensor already.
@@ -313,10 +320,8 @@ def _require_own_dispatch(mesh: DeviceMesh) -> None:
     """Raise on a torch whose C++ runs DTensor's own rules on its subclasses too, as 2.11 does."""
     replicate = tuple(Replicate() for _ in range(mesh.ndim))
     spec = make_spec(mesh, replicate, torch.Size((0,)), (1,), torch.float32)
-    if (
-        type(new_dtensor(RaggedTensor, torch.empty(0), spec, requires_grad=False).detach())
-        is not RaggedTensor
-    ):
+    probe = new_dtensor(RaggedTensor, torch.empty(0), spec, requires_grad=False)
+    if type(probe.detach()) is not RaggedTensor:
         raise NotImplementedError(
             f"ragged layouts need a torch that lets a DTensor subclass dispatch, as 2.13 does; this is "
             f"{torch.__version__}. Use Shard(0), the default placement, or a newer torch."
@@ -356,9 +361,8 @@ def _is_ragged(spec: DTensorSpec) -> bool:
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """A RaggedTensor or a stock DTensor, as the layout asks."""
-    return new_dtensor(
-        RaggedTensor if _is_ragged(spec) else DTensor, local, spec, requires_grad=requires_grad
-    )
+    kind = RaggedTensor if _is_ragged(spec) else DTensor
+    return new_dtensor(kind, local, spec, requires_grad=requires_grad)
 
 
 def _wrap_ragged(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> RaggedTensor:
@@ -383,9 +387,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        moved = redistribute(grad, ctx.grad_spec.placements)
-        assert isinstance(moved, DTensor)
-        return moved.to_local(), None, None
+        return redistribute(grad, ctx.grad_spec.placements).to_local(), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -396,9 +398,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[no-untyped-def]
-        moved = redistribute(_wrap(grad.contiguous(), ctx.grad_spec), ctx.spec.placements)
-        assert isinstance(moved, DTensor)
-        return moved, None
+        return redistribute(_wrap(grad.contiguous(), ctx.grad_spec), ctx.spec.placements), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -413,9 +413,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[no-untyped-def]
         """The gradient of a pending sum is the same on all its ranks."""
         placements = [Replicate() if isinstance(p, Partial) else p for p in ctx.source.placements]
-        moved = redistribute(grad, placements)
-        assert isinstance(moved, DTensor)
-        return moved, None
+        return redistribute(grad, placements), None
 
 
 torch.serialization.add_safe_globals([RaggedTensor])

@@ -22,7 +22,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
+from shardkit._torch import (
+    DTensorSpec,
+    OpOverload,
+    local_of,
+    meta_of,
+    new_dtensor,
+    op_arguments,
+    op_name,
+    spec_of,
+)
 from shardkit.boxes import Layout, local_part
 from shardkit.placement import RaggedShard
 from shardkit.redistribute import transfer
@@ -31,6 +40,12 @@ from shardkit.specs import coordinate_of, layout_of, same_layout, sharded_axes, 
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 Rule = Callable[[type[DTensor], OpOverload, Args, Kwargs], object]
+
+LIST_OPERATORS = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp "
+    "expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt "
+    "sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
+)
 
 RULES: dict[OpOverload, Rule] = {}  # filled by `find_rule` as operators are met
 NAMED_RULES: dict[str, Rule] = {}  # operator name without overload -> rule; filled by the `rule` decorator
@@ -56,7 +71,7 @@ def find_rule(func: OpOverload) -> Rule:
 
 def base_name(func: OpOverload) -> str:
     """`add_` for aten::add_.Tensor."""
-    return func._schema.name.partition("::")[2]
+    return op_name(func).partition("::")[2]
 
 
 def refuse(func: OpOverload, why: str) -> NoReturn:
@@ -110,14 +125,10 @@ def _pointwise_aligned(cls: type[DTensor], func: OpOverload, args: Args, kwargs:
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
     written = [named[name] for name in _written(func)]
     if any(not isinstance(out, cls) for out in written):
-        refuse(
-            func, "writes a tensor that is not ragged. Redistribute the ragged operands to its placements."
-        )
+        refuse(func, "writes a tensor that is not ragged. Redistribute its ragged operands.")
     candidates = [spec_of(t) for t in (written or tensors) if isinstance(t, cls) and t.shape == shape]
     if not candidates:
-        refuse(
-            func, f"no ragged operand to hold a result of shape {tuple(shape)}. Expand or redistribute one."
-        )
+        refuse(func, f"no ragged operand to hold a result of shape {tuple(shape)}. Expand one to it.")
     spec = max(candidates, key=lambda candidate: len(sharded_axes(candidate)))  # the others can be cut to it
     for out in written:
         if not same_layout(spec_of(cast(DTensor, out)), spec):
@@ -182,11 +193,11 @@ def _holds_all(own: DTensorSpec, spec: DTensorSpec) -> bool:
     if own.mesh != spec.mesh or shape != meta_of(spec).shape:
         return False
     pairs = list(zip(own.placements, spec.placements, strict=True))
-    others_alike = all(p == q for p, q in pairs if not isinstance(q, RaggedShard))
+    nothing_else_cut = all(isinstance(p, RaggedShard | Replicate) for p in own.placements + spec.placements)
     for p, q in pairs:
         if isinstance(q, RaggedShard):
             in_other_units = isinstance(p, RaggedShard) and p.local_numels(shape) == q.local_numels(shape)
-            holds = q.same_layout(p) or (others_alike and in_other_units)
+            holds = q.same_layout(p) or (nothing_else_cut and in_other_units)
         else:
             holds = p == q or isinstance(p, Replicate)
         if not holds:
@@ -235,59 +246,8 @@ def masked_write(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwarg
     return tensor
 
 
-@rule(
-    " ".join(
-        f"_foreach_{name} _foreach_{name}_"
-        for name in [
-            "abs",
-            "acos",
-            "add",
-            "addcdiv",
-            "addcmul",
-            "asin",
-            "atan",
-            "ceil",
-            "clamp_max",
-            "clamp_min",
-            "clone",
-            "copy",
-            "cos",
-            "cosh",
-            "div",
-            "erf",
-            "erfc",
-            "exp",
-            "expm1",
-            "floor",
-            "frac",
-            "lerp",
-            "lgamma",
-            "log",
-            "log10",
-            "log1p",
-            "log2",
-            "maximum",
-            "minimum",
-            "mul",
-            "neg",
-            "pow",
-            "reciprocal",
-            "round",
-            "rsqrt",
-            "sigmoid",
-            "sign",
-            "sin",
-            "sinh",
-            "sqrt",
-            "sub",
-            "tan",
-            "tanh",
-            "trunc",
-            "zero",
-        ]
-    )
-    + " _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
-)
+@rule(" ".join(f"_foreach_{name} _foreach_{name}_" for name in LIST_OPERATORS.split()))
+@rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
 def foreach(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Run an elementwise operator over lists of tensors; lists may mix RaggedTensors with stock DTensors.
 
@@ -379,7 +339,7 @@ def wrap(cls: type[DTensor], result: object, spec: DTensorSpec) -> object:
 
 def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, object]:
     """All arguments of a call by name, defaults included."""
-    arguments = func._schema.arguments
+    arguments = op_arguments(func)
     named: dict[str, object] = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return named | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
 
@@ -389,6 +349,6 @@ def _written(func: OpOverload) -> tuple[str, ...]:
     """Names of the arguments that an operator writes."""
     return tuple(
         argument.name
-        for argument in func._schema.arguments
+        for argument in op_arguments(func)
         if argument.alias_info is not None and argument.alias_info.is_write
     )

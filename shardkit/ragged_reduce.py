@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardkit import _torch
-from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
+from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, op_arguments, spec_of
 from shardkit.boxes import sharded_shape
 from shardkit.placement import RaggedShard
 from shardkit.ragged_ops import (
@@ -220,7 +220,7 @@ def extreme(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
 @rule("max min cumsum cumprod argmax argmin _softmax _log_softmax logsumexp sort topk")
 def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Operators along one dim that is not cut run on the rank; max and min have two other forms."""
-    if "other" in (argument.name for argument in func._schema.arguments):
+    if "other" in (argument.name for argument in op_arguments(func)):
         return pointwise(cls, func, args, kwargs)
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
     name, spec = base_name(func), spec_of(tensor)
@@ -234,7 +234,7 @@ def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwarg
         refuse(func, f"along dims {dims}, of which {ragged} cuts some. Use full_tensor().")
     local_dim = dims[0] % tensor.ndim - prefix + 1
     named["dim"] = [local_dim] if isinstance(named["dim"], list) else local_dim
-    positional = [named[a.name] for a in func._schema.arguments[1:] if not a.kwarg_only]
+    positional = [named[a.name] for a in op_arguments(func)[1:] if not a.kwarg_only]
     results = func(local_of(tensor), *positional, **kwargs)
     first = results if isinstance(results, torch.Tensor) else results[0]
     shape = (*tensor.shape[:prefix], *first.shape[1:])
