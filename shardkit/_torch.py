@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
 from torch.distributed._composable_state import _State as State
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,6 +131,11 @@ spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 new_dtensor: Callable[..., DTensor] = torch.Tensor._dtensor__new__
 
 
+def replace_parts(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Give a DTensor another local tensor; torch's `tensor.data = ...` changes the outer shell alone."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
 def make_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -177,6 +183,16 @@ def norm_partial(norm_type: float) -> Placement:
     return _NormPartial(norm_type)
 
 
+def op_name(func: OpOverload) -> str:
+    """The operator without its overload, such as aten::add_."""
+    return str(func._schema.name)
+
+
+def op_arguments(func: OpOverload) -> list[torch.Argument]:
+    """Names, defaults and aliasing of an operator's arguments; only its schema tells."""
+    return list(func._schema.arguments)
+
+
 def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """All-reduce over one mesh axis by the functional collective, which torch.compile can trace."""
     reduced: torch.Tensor = functional.all_reduce(tensor, reduce_op, (mesh, axis))
@@ -184,7 +200,7 @@ def all_reduce(tensor: torch.Tensor, reduce_op: str, mesh: DeviceMesh, axis: int
 
 
 def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride: object) -> DTensor:
-    """What DTensor makes of the pieces that a traced graph gives back; their form varies by release."""
+    """What DTensor makes of the pieces that a traced graph gives back; their form is torch's own."""
     rebuild = DTensor.__tensor_unflatten__
     return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -215,6 +231,11 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) ->
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """All products in one call; the public clip_grads_with_norm_ takes DTensors only with a DTensor norm."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a compiler holds a stand-in for the tensor, so that no message can be sent."""
+    return isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
 
 
 def register_foreach_type(cls: type[DTensor]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from operator import add
+from operator import add, mul
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,11 @@ class Box(NamedTuple):
     def view(self, local: torch.Tensor) -> torch.Tensor:
         """The part of the contiguous tensor `local` that lies in this box, sharing its memory."""
         return local.as_strided(self.size, self.local_stride, local.storage_offset() + self.local_offset)
+
+    def within(self, shape: tuple[int, ...]) -> Box:
+        """The same box as a view of the whole global tensor of `shape`."""
+        stride = contiguous_stride(shape)
+        return Box(self.offset, self.size, sum(map(mul, self.offset, stride)), stride)
 
     def intersect(self, other: Box) -> Box | None:
         """The overlap of two boxes, as a view of this one's local tensor; None if there is none."""

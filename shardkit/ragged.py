@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from shardkit._torch import DTensorSpec, OpOverload, local_of, make_spec, meta_o
 from shardkit.boxes import Box, local_boxes, local_part, local_shape
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.redistribute import Transfer, scatter, transfer
-from shardkit.specs import coordinate_of, layout_of, same_placements
+from shardkit.specs import ThisMesh, coordinate_of, interned_spec, layout_of, same_placements
 
 
 class RaggedTensor(DTensor):
@@ -130,8 +132,23 @@ class RaggedTensor(DTensor):
         Collective over the mesh: all ranks must call.
         """
         replicated = redistribute(self, [Replicate()] * self.device_mesh.ndim)
-        assert isinstance(replicated, DTensor)
         return replicated.to_local(grad_placements=grad_placements)
+
+    @property  # type: ignore[override]
+    def data(self) -> RaggedTensor:
+        """This tensor without its history, as torch.Tensor.data; assigning replaces the local tensor too."""
+        detached = self.detach()
+        assert isinstance(detached, RaggedTensor)
+        return detached
+
+    @data.setter
+    def data(self, other: RaggedTensor) -> None:
+        if not isinstance(other, RaggedTensor):
+            raise TypeError(
+                f"data: expected a RaggedTensor, got {type(other).__name__}. Distribute it first."
+            )
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        _torch.replace_parts(self, local_of(other), spec_of(other))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -190,6 +207,14 @@ class Redistribution:
         return _wrap(self.transfer.wait(), self.spec)
 
 
+@overload
+def redistribute(
+    tensor: DTensor, placements: Sequence[Placement], *, async_op: Literal[False] = False
+) -> DTensor: ...
+@overload
+def redistribute(
+    tensor: DTensor, placements: Sequence[Placement], *, async_op: bool
+) -> DTensor | Redistribution: ...
 def redistribute(
     tensor: DTensor, placements: Sequence[Placement], *, async_op: bool = False
 ) -> DTensor | Redistribution:
@@ -239,8 +264,7 @@ def distribute_tensor(
         tensor: the global tensor, a leaf. Values are read on the source rank only; on meta nothing is sent.
         device_mesh: the mesh; one placement for each of its axes.
         placements: how to lay it out.
-        src_data_rank: place of the source on each mesh axis; None lets every rank take its part of its own
-        tensor.
+        src_data_rank: place of the source on each mesh axis; None lets every rank cut its own tensor.
 
     Raises:
         ValueError: if the tensor cannot lie so, is no leaf, or is a DTensor already.
@@ -265,25 +289,54 @@ def distribute_tensor(
 
 
 def ragged_spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The checked layout record of a RaggedTensor; tensors that share one take the operators' fast path."""
+    """The checked layout record of a RaggedTensor, one object for equal arguments.
+
+    Operators compare the records of their operands by identity first, so a parameter, its gradient and its
+    optimizer state are seen to lie alike at once.
+    """
+    return _checked_spec(ThisMesh(mesh), placements, shape, dtype)
+
+
+@lru_cache(maxsize=65536)
+def _checked_spec(
+    mesh: ThisMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
     for placement in placements:
         if not isinstance(placement, RaggedShard | Replicate) and type(placement) is not Shard:
             raise NotImplementedError(
                 f"{placement} next to a RaggedShard in {placements}: only Shard and Replicate can be. "
                 "Reduce a Partial with shardkit.redistribute."
             )
-    size = torch.Size(shape)
-    spec = make_spec(mesh, placements, size, contiguous_stride(size), dtype)
-    layout_of(spec).check(coordinate_of(mesh))
+    _require_own_dispatch(mesh.mesh)
+    spec = interned_spec(mesh, placements, shape, dtype)
+    layout_of(spec).check(coordinate_of(mesh.mesh))
     return spec
+
+
+@cache
+def _require_own_dispatch(mesh: DeviceMesh) -> None:
+    """Raise on a torch whose C++ runs DTensor's own rules on its subclasses too, as 2.11 does."""
+    replicate = tuple(Replicate() for _ in range(mesh.ndim))
+    spec = make_spec(mesh, replicate, torch.Size((0,)), (1,), torch.float32)
+    probe = new_dtensor(RaggedTensor, torch.empty(0), spec, requires_grad=False)
+    if type(probe.detach()) is not RaggedTensor:
+        raise NotImplementedError(
+            f"ragged layouts need a torch that lets a DTensor subclass dispatch, as 2.13 does; this is "
+            f"{torch.__version__}. Use Shard(0), the default placement, or a newer torch."
+        )
 
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Transfer:
     """Start the transfer; a tensor that already lies right is its own result."""
     if same_placements(source.placements, target.placements):
         return Transfer([], lambda: local)
+    if _torch.is_traced(local):
+        raise NotImplementedError(
+            f"redistribute from {source.placements} to {target.placements} inside torch.compile: messages "
+            "cannot be traced. Call it outside the compiled function and pass the result in."
+        )
     return transfer(local, layout_of(source), layout_of(target), source.mesh)
 
 
@@ -308,9 +361,8 @@ def _is_ragged(spec: DTensorSpec) -> bool:
 
 def _wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """A RaggedTensor or a stock DTensor, as the layout asks."""
-    return new_dtensor(
-        RaggedTensor if _is_ragged(spec) else DTensor, local, spec, requires_grad=requires_grad
-    )
+    kind = RaggedTensor if _is_ragged(spec) else DTensor
+    return new_dtensor(kind, local, spec, requires_grad=requires_grad)
 
 
 def _wrap_ragged(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> RaggedTensor:
@@ -335,9 +387,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[no-untyped-def]
-        moved = redistribute(grad, ctx.grad_spec.placements)
-        assert isinstance(moved, DTensor)
-        return moved.to_local(), None, None
+        return redistribute(grad, ctx.grad_spec.placements).to_local(), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -348,9 +398,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[no-untyped-def]
-        moved = redistribute(_wrap(grad.contiguous(), ctx.grad_spec), ctx.spec.placements)
-        assert isinstance(moved, DTensor)
-        return moved, None
+        return redistribute(_wrap(grad.contiguous(), ctx.grad_spec), ctx.spec.placements), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -365,9 +413,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[no-untyped-def]
         """The gradient of a pending sum is the same on all its ranks."""
         placements = [Replicate() if isinstance(p, Partial) else p for p in ctx.source.placements]
-        moved = redistribute(grad, placements)
-        assert isinstance(moved, DTensor)
-        return moved, None
+        return redistribute(grad, placements), None
 
 
 torch.serialization.add_safe_globals([RaggedTensor])

@@ -16,20 +16,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
-from shardkit.boxes import local_part, local_shape
+from shardkit._torch import (
+    DTensorSpec,
+    OpOverload,
+    local_of,
+    meta_of,
+    new_dtensor,
+    op_arguments,
+    op_name,
+    spec_of,
+)
+from shardkit.boxes import Layout, local_part
 from shardkit.placement import RaggedShard
-from shardkit.specs import coordinate_of, layout_of, ragged_of, same_layout, spec_with
+from shardkit.redistribute import transfer
+from shardkit.specs import coordinate_of, layout_of, same_layout, sharded_axes, spec_with
 
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 Rule = Callable[[type[DTensor], OpOverload, Args, Kwargs], object]
+
+LIST_OPERATORS = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp "
+    "expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt "
+    "sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
+)
 
 RULES: dict[OpOverload, Rule] = {}  # filled by `find_rule` as operators are met
 NAMED_RULES: dict[str, Rule] = {}  # operator name without overload -> rule; filled by the `rule` decorator
@@ -46,15 +62,16 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(func: OpOverload) -> Rule:
-    """The rule of an operator that is met for the first time; without one, the rule that refuses."""
-    is_pointwise = torch.Tag.pointwise in func.tags
-    found = pointwise if is_pointwise else NAMED_RULES.get(base_name(func), _refuse_unknown)
+    """The rule of an operator met for the first time; without one, the rule that decomposes or refuses."""
+    # torch tags `equal` and the random `rrelu` pointwise too; the first has a rule of its own
+    is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    found = NAMED_RULES.get(base_name(func)) or (pointwise if is_pointwise else _unknown)
     return RULES.setdefault(func, found)
 
 
 def base_name(func: OpOverload) -> str:
     """`add_` for aten::add_.Tensor."""
-    return func._schema.name.partition("::")[2]
+    return op_name(func).partition("::")[2]
 
 
 def refuse(func: OpOverload, why: str) -> NoReturn:
@@ -62,12 +79,16 @@ def refuse(func: OpOverload, why: str) -> NoReturn:
     raise NotImplementedError(f"{func}: {why}")
 
 
-def _refuse_unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> NoReturn:
-    refuse(
-        func,
-        "no exact rule on a RaggedTensor. Gather it first with full_tensor(), work on to_local(), or go to "
-        "another layout with shardkit.redistribute.",
-    )
+def _unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """An operator that torch itself writes in terms of others is as right as those are; else refuse."""
+    result = func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        refuse(
+            func,
+            "no exact rule on a RaggedTensor. Gather it first with full_tensor(), work on to_local(), or go "
+            "to another layout with shardkit.redistribute.",
+        )
+    return result
 
 
 # elementwise as well, or made for a shape alone, but not tagged so by torch
@@ -81,17 +102,17 @@ def pointwise(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) 
     local_args: list[object] = []
     for arg in args:
         if type(arg) is cls:
-            assert isinstance(arg, DTensor)
+            own = spec_of(arg)
             if spec is None:
-                spec = spec_of(arg)
-            elif spec_of(arg) is not spec and not same_layout(spec_of(arg), spec):
+                spec = own
+            elif own is not spec and not same_layout(own, spec):
                 return _pointwise_aligned(cls, func, args, kwargs)
             local_args.append(local_of(arg))
         elif isinstance(arg, torch.Tensor):
             return _pointwise_aligned(cls, func, args, kwargs)
         else:
             local_args.append(arg)
-    if spec is None or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+    if spec is None or (kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values())):
         return _pointwise_aligned(cls, func, args, kwargs)
     result = func(*local_args, **kwargs)
     return args[0] if _written(func) else wrap(cls, result, spec)
@@ -102,14 +123,16 @@ def _pointwise_aligned(cls: type[DTensor], func: OpOverload, args: Args, kwargs:
     named = named_arguments(func, args, kwargs)
     tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    target = next((t for t in tensors if isinstance(t, cls) and t.shape == shape), None)
-    if target is None:
-        refuse(func, f"no ragged operand has the result's shape {tuple(shape)}. Expand the replicated ones.")
-    spec = spec_of(target)
     written = [named[name] for name in _written(func)]
+    if any(not isinstance(out, cls) for out in written):
+        refuse(func, "writes a tensor that is not ragged. Redistribute its ragged operands.")
+    candidates = [spec_of(t) for t in (written or tensors) if isinstance(t, cls) and t.shape == shape]
+    if not candidates:
+        refuse(func, f"no ragged operand to hold a result of shape {tuple(shape)}. Expand one to it.")
+    spec = max(candidates, key=lambda candidate: len(sharded_axes(candidate)))  # the others can be cut to it
     for out in written:
-        if not isinstance(out, cls) or out.shape != shape:
-            refuse(func, f"writes {type(out).__name__}, expected a RaggedTensor of shape {tuple(shape)}.")
+        if not same_layout(spec_of(cast(DTensor, out)), spec):
+            refuse(func, "writes tensors that lie differently. Give them one layout.")
 
     def to_local(value: object) -> object:
         return aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
@@ -134,10 +157,10 @@ def aligned(func: OpOverload, cls: type[DTensor], operand: torch.Tensor, spec: D
     if isinstance(operand, cls):
         if _broadcasts_locally(own, spec):
             return local_of(operand)
-        if _same_pieces(own, spec):
-            return local_of(operand).view(local_shape(layout_of(spec), coordinate_of(spec.mesh)))
-    elif own.mesh == spec.mesh and all(isinstance(p, Replicate | Partial) for p in own.placements):
-        return _replicated_part(operand, spec)
+        if _holds_all(own, spec):
+            return transfer(local_of(operand), layout_of(own), layout_of(spec), spec.mesh).wait()
+    elif own.mesh == spec.mesh and (part := _stock_part(operand, spec)) is not None:
+        return part
     refuse(
         func,
         f"operands lie differently: {own.placements} and {spec.placements} for shape "
@@ -164,82 +187,67 @@ def _broadcasts_locally(small: DTensorSpec, large: DTensorSpec) -> bool:
     return True
 
 
-def _same_pieces(a: DTensorSpec, b: DTensorSpec) -> bool:
-    """Whether the ranks hold the same elements, only counted in other units, as a view and its base may."""
-    shape = meta_of(a).shape
-    if a.mesh != b.mesh or shape != meta_of(b).shape:
+def _holds_all(own: DTensorSpec, spec: DTensorSpec) -> bool:
+    """Whether every rank has all its elements of `spec`, in other units or with a cut still to make."""
+    shape = meta_of(own).shape
+    if own.mesh != spec.mesh or shape != meta_of(spec).shape:
         return False
-    (axis_a, p), (axis_b, q) = ragged_of(a), ragged_of(b)
-    others_alike = all(
-        x == y for x, y in zip(a.placements, b.placements, strict=True) if not isinstance(x, RaggedShard)
-    )
-    return axis_a == axis_b and others_alike and p.local_numels(shape) == q.local_numels(shape)
+    pairs = list(zip(own.placements, spec.placements, strict=True))
+    nothing_else_cut = all(isinstance(p, RaggedShard | Replicate) for p in own.placements + spec.placements)
+    for p, q in pairs:
+        if isinstance(q, RaggedShard):
+            in_other_units = isinstance(p, RaggedShard) and p.local_numels(shape) == q.local_numels(shape)
+            holds = q.same_layout(p) or (nothing_else_cut and in_other_units)
+        else:
+            holds = p == q or isinstance(p, Replicate)
+        if not holds:
+            return False
+    return True
 
 
-def _replicated_part(operand: DTensor, spec: DTensorSpec) -> torch.Tensor:
-    """The part of a replicated operand that this rank's elements meet; a pending reduction is done first."""
-    replicate = [Replicate()] * spec.mesh.ndim
-    full = local_of(operand.redistribute(placements=replicate))
-    if not full.ndim:
-        return full if meta_of(spec).shape else full.reshape(1)
-    if full.numel() == 1:
-        return full.reshape((1,) * len(local_shape(layout_of(spec), coordinate_of(spec.mesh))))
-    return local_part(full.expand(meta_of(spec).shape), layout_of(spec), coordinate_of(spec.mesh))
+def _stock_part(operand: DTensor, spec: DTensorSpec) -> torch.Tensor | None:
+    """The part of a stock DTensor that this rank's elements meet, None if getting it would need a gather.
+
+    It must replicate where the ragged axis cuts; on a tensor-parallel axis it may be cut alike. A pending
+    reduction is done first.
+    """
+    own, shape = spec_of(operand), meta_of(spec).shape
+    lead = len(shape) - operand.ndim
+    alike = [
+        isinstance(p, Shard) and q == Shard(p.dim + lead) and operand.shape[p.dim] == shape[p.dim + lead]
+        for p, q in zip(own.placements, spec.placements, strict=True)
+    ]
+    if not all(ok or isinstance(p, Replicate | Partial) for ok, p in zip(alike, own.placements, strict=True)):
+        return None
+    reduced = [p if ok else Replicate() for ok, p in zip(alike, own.placements, strict=True)]
+    local = local_of(operand.redistribute(placements=reduced))
+    if not local.ndim:
+        return local if shape else local.reshape(1)
+    seen = list(shape)  # with the cuts that `local` has already
+    for ok, placement in zip(alike, own.placements, strict=True):
+        if ok and isinstance(placement, Shard):
+            seen[placement.dim + lead] = local.shape[placement.dim]
+    others = tuple(Replicate() if ok else q for ok, q in zip(alike, spec.placements, strict=True))
+    rest = Layout(tuple(seen), tuple(spec.mesh.shape), others)
+    return local_part(local.expand(seen), rest, coordinate_of(spec.mesh))
 
 
-@rule(
-    " ".join(
-        f"_foreach_{name} _foreach_{name}_"
-        for name in [
-            "abs",
-            "acos",
-            "add",
-            "addcdiv",
-            "addcmul",
-            "asin",
-            "atan",
-            "ceil",
-            "clamp_max",
-            "clamp_min",
-            "clone",
-            "copy",
-            "cos",
-            "cosh",
-            "div",
-            "erf",
-            "erfc",
-            "exp",
-            "expm1",
-            "floor",
-            "frac",
-            "lerp",
-            "lgamma",
-            "log",
-            "log10",
-            "log1p",
-            "log2",
-            "maximum",
-            "minimum",
-            "mul",
-            "neg",
-            "pow",
-            "reciprocal",
-            "round",
-            "rsqrt",
-            "sigmoid",
-            "sign",
-            "sin",
-            "sinh",
-            "sqrt",
-            "sub",
-            "tan",
-            "tanh",
-            "trunc",
-            "zero",
-        ]
-    )
-    + " _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
-)
+@rule("index_put_")
+def masked_write(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """`tensor[mask] = value` with a mask of the same layout and one value."""
+    tensor, indices, value = args[:3]
+    mask = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
+    one_value = isinstance(value, torch.Tensor) and value.ndim == 0 and not args[3:]
+    if not (isinstance(tensor, cls) and isinstance(mask, cls) and mask.dtype == torch.bool and one_value):
+        refuse(func, "only tensor[mask] = value with a ragged mask and one value. Use to_local().")
+    assert isinstance(value, torch.Tensor)
+    spec = spec_of(tensor)
+    local_of(tensor)[aligned(func, cls, mask, spec)] = aligned(func, cls, value, spec)
+    return tensor
+
+
+@rule(" ".join(f"_foreach_{name} _foreach_{name}_" for name in LIST_OPERATORS.split()))
+@rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
 def foreach(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Run an elementwise operator over lists of tensors; lists may mix RaggedTensors with stock DTensors.
 
@@ -265,39 +273,49 @@ def foreach(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
 
 
 def _foreach_apart(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Split lists into stock tensors, which stock rules take, and ragged ones, whose operands are aligned."""
+    """Split lists into plain tensors, stock DTensors and ragged ones, whose operands are then aligned."""
     tensors = args[0]
     if not isinstance(tensors, Sequence):
         refuse(func, "expected a list of tensors first.")
-    ragged: list[int] = []
-    stock: list[int] = []
+    by_kind: dict[type[torch.Tensor], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        (ragged if isinstance(tensor, cls) else stock).append(index)
-
-    def part(value: object, indices: list[int]) -> object:
-        is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
-        return [value[index] for index in indices] if is_list else value  # type: ignore[index]
+        stock = DTensor if isinstance(tensor, DTensor) else torch.Tensor
+        kind = cls if isinstance(tensor, cls) else stock
+        by_kind.setdefault(kind, []).append(index)
 
     results: dict[int, object] = {}
-    if stock:
-        out = func(*(part(arg, stock) for arg in args), **kwargs)
-        results.update(zip(stock, out or (), strict=False))
-    if ragged:
-        specs = [spec_of(tensors[index]) for index in ragged]
-        local_args = []
-        for arg in args:
-            arg = part(arg, ragged)
-            if isinstance(arg, list):
-                arg = [
-                    aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
-                    for value, spec in zip(arg, specs, strict=False)
-                ]
-            local_args.append(_replicated_scalar(func, arg))
-        out = func(*local_args, **{name: _replicated_scalar(func, value) for name, value in kwargs.items()})
-        results.update(
-            zip(ragged, (wrap(cls, r, s) for r, s in zip(out or (), specs, strict=False)), strict=False)
+    for kind, indices in by_kind.items():
+        picked = tuple(
+            [arg[index] for index in indices]
+            if isinstance(arg, list | tuple) and len(arg) == len(tensors)
+            else arg
+            for arg in args
         )
+        done = _foreach_ragged(cls, func, picked, kwargs) if kind is cls else func(*picked, **kwargs)
+        results.update(zip(indices, done or (), strict=False))
     return [results[index] for index in range(len(tensors))] if results else None
+
+
+def _foreach_ragged(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> list[object] | None:
+    """Run a list operator whose first list is ragged and whose other operands need aligning."""
+    assert isinstance(args[0], list)
+    specs = [spec_of(tensor) for tensor in args[0]]
+    named = named_arguments(func, args, kwargs)
+    for name in _written(func):
+        for out, spec in zip(cast(list[DTensor], named[name]), specs, strict=False):
+            if not isinstance(out, cls) or not same_layout(spec_of(out), spec):
+                refuse(func, f"writes {name} that lie otherwise than their tensor. Redistribute them.")
+
+    def to_local(arg: object) -> object:
+        if not isinstance(arg, list):
+            return _replicated_scalar(func, arg)
+        return [
+            aligned(func, cls, value, spec) if isinstance(value, torch.Tensor) else value
+            for value, spec in zip(arg, specs, strict=False)
+        ]
+
+    results = func(*map(to_local, args), **{name: _replicated_scalar(func, v) for name, v in kwargs.items()})
+    return results and [wrap(cls, result, spec) for result, spec in zip(results, specs, strict=True)]
 
 
 def _replicated_scalar(func: OpOverload, value: object) -> object:
@@ -321,7 +339,7 @@ def wrap(cls: type[DTensor], result: object, spec: DTensorSpec) -> object:
 
 def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, object]:
     """All arguments of a call by name, defaults included."""
-    arguments = func._schema.arguments
+    arguments = op_arguments(func)
     named: dict[str, object] = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return named | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
 
@@ -331,6 +349,6 @@ def _written(func: OpOverload) -> tuple[str, ...]:
     """Names of the arguments that an operator writes."""
     return tuple(
         argument.name
-        for argument in func._schema.arguments
+        for argument in op_arguments(func)
         if argument.alias_info is not None and argument.alias_info.is_write
     )

@@ -27,10 +27,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardkit import _torch
-from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
+from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, op_arguments, spec_of
 from shardkit.boxes import sharded_shape
 from shardkit.placement import RaggedShard
-from shardkit.ragged_ops import Args, Kwargs, aligned, base_name, named_arguments, refuse, rule, wrap
+from shardkit.ragged_ops import (
+    Args,
+    Kwargs,
+    aligned,
+    base_name,
+    named_arguments,
+    pointwise,
+    refuse,
+    rule,
+    wrap,
+)
 from shardkit.specs import coordinate_of, layout_of, ragged_of, sharded_axes, spec_with
 
 Number = bool | int | float
@@ -209,7 +219,9 @@ def extreme(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
 
 @rule("max min cumsum cumprod argmax argmin _softmax _log_softmax logsumexp sort topk")
 def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Operators along one dim that is not cut run on the rank; max and min of everything are reductions."""
+    """Operators along one dim that is not cut run on the rank; max and min have two other forms."""
+    if "other" in (argument.name for argument in op_arguments(func)):
+        return pointwise(cls, func, args, kwargs)
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
     name, spec = base_name(func), spec_of(tensor)
     if name in ("max", "min") and "dim" not in named:
@@ -222,7 +234,7 @@ def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwarg
         refuse(func, f"along dims {dims}, of which {ragged} cuts some. Use full_tensor().")
     local_dim = dims[0] % tensor.ndim - prefix + 1
     named["dim"] = [local_dim] if isinstance(named["dim"], list) else local_dim
-    positional = [named[a.name] for a in func._schema.arguments[1:] if not a.kwarg_only]
+    positional = [named[a.name] for a in op_arguments(func)[1:] if not a.kwarg_only]
     results = func(local_of(tensor), *positional, **kwargs)
     first = results if isinstance(results, torch.Tensor) else results[0]
     shape = (*tensor.shape[:prefix], *first.shape[1:])
@@ -279,6 +291,13 @@ def equal(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> b
     for axis in sharded_axes(spec):
         verdict = _across(verdict, "min", spec.mesh, axis)
     return bool(verdict)
+
+
+@rule("allclose")
+def allclose(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
+    """Whether all elements are close, on all ranks."""
+    close = torch.isclose(*args, **kwargs)  # type: ignore[arg-type]
+    return bool(local_of(reduce(cls, cast(DTensor, close), MIN, [], False)))
 
 
 @rule("_local_scalar_dense")

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
 from shardkit.boxes import sharded_shape
@@ -99,13 +99,14 @@ def expand(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> 
     spec = spec_of(tensor)
     _, ragged = ragged_of(spec)
     prefix = len(ragged.dims)
-    others = [p for p in spec.placements if p is not ragged]
-    if len(shape) != tensor.ndim or shape[:prefix] != tensor.shape[:prefix]:
-        refuse(func, f"from {tuple(tensor.shape)} to {shape} would repeat rows. Use full_tensor().")
-    if shape != tensor.shape and any(not isinstance(p, Replicate) for p in others):
-        refuse(func, f"of {spec.placements}, where another mesh axis cuts too. Use full_tensor().")
+    cut = [p.dim for p in spec.placements if isinstance(p, Shard)]
+    if len(shape) != tensor.ndim or any(shape[dim] != tensor.shape[dim] for dim in (*range(prefix), *cut)):
+        refuse(
+            func, f"from {tuple(tensor.shape)} to {shape} would repeat dims that are cut. Use full_tensor()."
+        )
     local = local_of(tensor)
-    repeated = local.expand(local.shape[0], *shape[prefix:]).clone(memory_format=torch.contiguous_format)
+    suffix = [a if a == b else b for a, b in zip(local.shape[1:], shape[prefix:], strict=True)]
+    repeated = local.expand(local.shape[0], *suffix).clone(memory_format=torch.contiguous_format)
     return wrap(cls, repeated, spec_with(spec, meta_of(spec).dtype, shape))
 
 

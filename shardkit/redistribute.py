@@ -147,15 +147,19 @@ def scatter(
     Collective over `mesh`: all ranks must call. Each rank receives its own part and no more.
     """
     me, layout = coordinate_of(mesh), with_all_units(layout, mesh)
-    if me != root:
-        local = torch.empty(local_shape(layout, me), dtype=full.dtype, device=device)
-        works = _start([], [(root, local)] if local.numel() else [], mesh, me)
+    sends: list[tuple[Coordinate, torch.Tensor]] = []
+    receives: list[tuple[Coordinate, torch.Tensor]] = []
+    if me == root:
+        full = full.to(device).contiguous()
+        local = local_part(full, layout, me)
+        for peer in product(*map(range, layout.mesh_shape)):
+            boxes = tuple(box.within(layout.shape) for box in local_boxes(layout, peer))
+            if boxes and peer != me:
+                sends.append((peer, _packed(Message(peer, boxes), full)))
     else:
-        full, local = full.to(device), local_part(full.to(device), layout, me)
-        peers = [peer for peer in product(*map(range, layout.mesh_shape)) if peer != me]
-        parts = [(peer, local_part(full, layout, peer)) for peer in peers]
-        works = _start([(peer, part) for peer, part in parts if part.numel()], [], mesh, me)
-    for work in works:
+        local = torch.empty(local_shape(layout, me), dtype=full.dtype, device=device)
+        receives = [(root, local)] if local.numel() else []
+    for work in _start(sends, receives, mesh, me):
         work.wait()
     return local
 

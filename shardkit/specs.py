@@ -31,7 +31,6 @@ def layout_of(spec: DTensorSpec) -> Layout:
     return Layout(tuple(meta_of(spec).shape), tuple(spec.mesh.shape), spec.placements)
 
 
-@lru_cache(maxsize=65536)
 def spec_with(
     spec: DTensorSpec,
     dtype: torch.dtype,
@@ -40,7 +39,30 @@ def spec_with(
 ) -> DTensorSpec:
     """The record of a tensor on the same mesh that differs in dtype, and in shape or placements if given."""
     size = meta_of(spec).shape if shape is None else torch.Size(shape)
-    return make_spec(spec.mesh, placements or spec.placements, size, contiguous_stride(size), dtype)
+    return interned_spec(ThisMesh(spec.mesh), placements or spec.placements, size, dtype)
+
+
+class ThisMesh:
+    """A mesh as a cache key, by identity: an equal one whose groups are gone must not be found for it."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ThisMesh) and self.mesh is other.mesh
+
+
+@lru_cache(maxsize=65536)
+def interned_spec(
+    mesh: ThisMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The one record of a contiguous tensor laid out so; operators compare records by identity first."""
+    return make_spec(mesh.mesh, placements, shape, contiguous_stride(shape), dtype)
 
 
 def ragged_of(spec: DTensorSpec) -> tuple[int, RaggedShard]:
