@@ -7,9 +7,16 @@ for block in model.blocks:
 fully_shard(model, mesh)
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit._torch import AllGather, FSDPMeshInfo, HSDPMeshInfo, ReduceScatter, ShardPlacementResult
+from shardkit._torch import (
+    AllGather,
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ReduceScatter,
+    ShardPlacementResult,
+)
 from shardkit.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardkit.clip import clip_grad_norm_
 from shardkit.mesh import build_mesh

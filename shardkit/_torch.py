@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp_collectives
 import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
@@ -27,11 +28,6 @@ from torch.distributed._composable_state import _State as State
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    SymmMemAllGather,
-)
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
@@ -410,9 +406,11 @@ _STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["fun
 
 def process_group_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:
     """torch's own comms over the group's allocator; it publishes the interface, not these."""
-    return ProcessGroupAllocAllGather(group), ProcessGroupAllocReduceScatter(group)
+    return fsdp_collectives.ProcessGroupAllocAllGather(
+        group
+    ), fsdp_collectives.ProcessGroupAllocReduceScatter(group)
 
 
 def symmetric_memory_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter | None]:
     """torch's own comm over NCCL symmetric memory, for gathers; its reduce-scatter only sums."""
-    return SymmMemAllGather(group, "NCCL"), None
+    return fsdp_collectives.SymmMemAllGather(group, "NCCL"), None

@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit._torch import serve_cpu_shards
+from shardkit._torch import DataParallelMeshDims, serve_cpu_shards
 from shardkit.assemble import UnitPolicy
 from shardkit.hooks import install_hooks, leave_forward, post_forward, pre_forward
 from shardkit.interop import UnitState, attach_unit, unit_of
@@ -216,6 +216,6 @@ def _set_reshard_after_forward(unit: Unit, setting: bool | int | None) -> None:
     for bucket in unit.buckets:
         axes = bucket.spec.axes
         if 1 < setting < axes.shard_size and axes.shard_size % setting == 0:
-            bucket.small_group = shard_subgroup(axes, setting)
-    if all(bucket.small_group is None for bucket in unit.buckets):
+            bucket.gather.small_group = shard_subgroup(axes, setting)
+    if all(bucket.gather.small_group is None for bucket in unit.buckets):
         unit.settings.reshard_after_forward = setting > 1

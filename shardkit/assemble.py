@@ -85,7 +85,8 @@ def make_buckets(
     for bucket in buckets:
         for old in before:
             if old.spec.axes is bucket.spec.axes:
-                bucket.communicate_like(old)
+                bucket.gather.comm, bucket.grads.comm = old.gather.comm, old.grads.comm
+                bucket.gather.small_group, bucket.reduce_route = old.gather.small_group, old.reduce_route
     return buckets
 
 

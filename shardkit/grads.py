@@ -49,6 +49,11 @@ class GradBuffer:
         """Whether no gradient has been added since the last reduction."""
         return self._rows is None
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a parameter requires a gradient."""
+        return any(param.sharded.requires_grad for param in self.params)
+
     def add(self, grads: Mapping[int, Tensor]) -> None:
         """Write, or add, gradients (index of the parameter -> its unsharded gradient) into the rows."""
         if self._rows is None:

@@ -194,7 +194,7 @@ def _end_iteration(root: Unit) -> None:
             _complete_forward(unit)
         if not root.expects_backward and not unit.is_pinned:
             for bucket in unit.buckets:
-                bucket.drop_gather()
+                bucket.gather.drop()
 
 
 def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

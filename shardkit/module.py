@@ -120,7 +120,7 @@ class FSDPModule(TorchFSDPModule):
         buffer.
         """
         for bucket in self._single_bucket_unit("set_custom_all_gather").buckets:
-            bucket.all_gather_comm = comm
+            bucket.gather.comm = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let `comm` allocate the gradients' rows and reduce them."""
@@ -196,15 +196,17 @@ class FSDPModule(TorchFSDPModule):
         """
         groups: dict[str, dist.ProcessGroup] = {}
         for bucket in [bucket for unit in self._units(recurse) for bucket in unit.buckets]:
-            if bucket.route is None:
+            if bucket.gather.route is None:
                 continue
-            name = bucket.route.group.group_name
+            name = bucket.gather.route.group.group_name
             if enable and name not in groups:
-                ranks = dist.get_process_group_ranks(bucket.route.group)
+                ranks = dist.get_process_group_ranks(bucket.gather.route.group)
                 groups[name] = dist.new_group(
                     ranks, use_local_synchronization=True, group_desc="shardkit_reduce_scatter"
                 )
-            bucket.reduce_route = new_route(groups[name], bucket.spec.device) if enable else bucket.route
+            bucket.reduce_route = (
+                new_route(groups[name], bucket.spec.device) if enable else bucket.gather.route
+            )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters; an embedding's does not."""
@@ -223,7 +225,7 @@ class FSDPModule(TorchFSDPModule):
             NotImplementedError: the group's backend has no symmetric memory.
         """
         for bucket in self._unit.buckets:
-            name = "none" if bucket.route is None else dist.get_backend(bucket.route.group)
+            name = "none" if bucket.gather.route is None else dist.get_backend(bucket.gather.route.group)
             if name != "nccl" or bucket.spec.device.type != "cuda":
                 raise NotImplementedError(
                     f"set_symm_mem_for_comm: symmetric memory needs the nccl backend on CUDA, got {name} on "
@@ -270,9 +272,9 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         unit = self._single_bucket_unit(method)
         for bucket in unit.buckets:
-            if bucket.route is not None:
-                pair = (None, None) if make is None else make(bucket.route.group)
-                bucket.all_gather_comm, bucket.grads.comm = pair
+            if bucket.gather.route is not None:
+                pair = (None, None) if make is None else make(bucket.gather.route.group)
+                bucket.gather.comm, bucket.grads.comm = pair
 
 
 class _BehindTheClass(TorchFSDPModule):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 
 @dataclass(slots=True)
@@ -58,11 +59,16 @@ def reshards_after_forward(
     return not with_grad and not pinned
 
 
-def takes_grad_at_once(grad_bytes: int) -> bool:
-    """Whether a gradient is worth a call of its own as soon as it is there, rather than waiting for the
-    unit's.
+def grads_to_sweep(grad_bytes: Sequence[int], budget_bytes: int = 256 * 1024) -> frozenset[int]:
+    """Which gradients wait for the end of their unit's backward: the smallest, 256 KiB of them at most.
+
+    A call of its own for each is most of the host's time where parameters are small; the others are taken, and
+    freed, as soon as they are there.
     """
-    return grad_bytes >= 256 * 1024
+    smallest_first = sorted(range(len(grad_bytes)), key=grad_bytes.__getitem__)
+    totals = accumulate(grad_bytes[index] for index in smallest_first)
+    pairs = zip(smallest_first, totals, strict=True)
+    return frozenset(index for index, total in pairs if total <= budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)

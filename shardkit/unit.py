@@ -20,7 +20,7 @@ from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_par
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import ForwardOrder, takes_grad_at_once
+from shardkit.schedule import ForwardOrder, grads_to_sweep
 from shardkit.streams import Streams
 
 
@@ -92,7 +92,7 @@ class Unit:
         with torch.no_grad():
             for param in replaced:
                 param.take_replacement()
-            if all(bucket.can_hold_params for bucket in self.buckets):
+            if all(_fits(bucket) for bucket in self.buckets):
                 for bucket in self.buckets:
                     bucket.take_in(replaced)
             else:
@@ -101,7 +101,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""
-        if any(not bucket.is_gathering and not bucket.is_unsharded for bucket in self.buckets):
+        if any(not bucket.gather.is_pending and not bucket.is_unsharded for bucket in self.buckets):
             self.adopt()
             check_devices(self.name, self.params, self.policy)
         for bucket in self.buckets:
@@ -131,7 +131,7 @@ class Unit:
             self.reshard()
             return
         for bucket in self.buckets:
-            if bucket.small_group is None:
+            if bucket.gather.small_group is None:
                 bucket.reshard(self.tree.streams)
             else:
                 bucket.reshard_to(self.tree.streams, setting)
@@ -181,7 +181,7 @@ class Unit:
 
     def _reduce(self, bucket: Bucket) -> None:
         options = self.settings.reduce
-        if bucket.grads.is_empty and not (options.fill_unused and bucket.is_trainable):
+        if bucket.grads.is_empty and not (options.fill_unused and bucket.grads.is_trainable):
             return
         limit = max(unit.settings.max_input_buffers for unit in self.tree.units)
         self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams), limit)
@@ -254,7 +254,7 @@ class Tree:
         self.order.clear()
         for unit in self.units:
             for bucket in unit.buckets:
-                bucket.drop_gather()
+                bucket.gather.drop()
 
     def reset(self) -> None:
         """Forget a failed iteration. Collective where gathers are under way: all ranks must have failed."""
@@ -272,6 +272,12 @@ def managed_params() -> dict[int, str]:
 
 
 _live_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _fits(bucket: Bucket) -> bool:
+    """Whether the parameters' present tensors have the dtype and device of the bucket's shard buffer."""
+    flat = bucket.shard.flat
+    return all(p.local.dtype == flat.dtype and p.local.device == flat.device for p in bucket.params)
 
 
 def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
@@ -304,4 +310,5 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Calla
         if unit is not None and not unit.tree.awaits_callback:
             unit.tree.enter_backward()
 
-    return take_grad if takes_grad_at_once(bucket.params[index].unsharded_bytes) else leave_grad
+    sizes = [param.unsharded_bytes for param in bucket.params]
+    return leave_grad if index in grads_to_sweep(sizes) else take_grad

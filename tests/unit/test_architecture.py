@@ -27,7 +27,7 @@ DATA_FLOW = """
     streams collectives agreement
     specs ragged_ops ragged_reduce ragged_views redistribute ragged
     params sharding sharded_param
-    grads bucket reduction assemble
+    gather grads bucket reduction assemble
     unit checks interop
     hooks watch module api
 """
@@ -40,7 +40,7 @@ PLACE = {name: place for place, name in enumerate([*DATA_FLOW.split(), *SIBLINGS
 WIDE_CLASSES = re.compile(r"FSDPModule|ShardkitMixin|RaggedTensor")
 OPTIMIZER = re.compile(r"Optimizer$")
 # Private by name, public by use: what DTensor subclasses, optimizers and named tuples are written with.
-OPEN_PRIVATE = re.compile(r"_local_tensor|_spec|_(foreach|fused)_\w+|_replace|_asdict|_fields|_make")
+OPEN_PRIVATE = re.compile(r"_local_tensor|_spec|_version|_(foreach|fused)_\w+|_replace|_asdict|_fields|_make")
 # Tokens that make no code line.
 SILENT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 

@@ -1,0 +1,168 @@
+"""RowGather: one bucket's rows on the wire, and the gathered bytes they become.
+
+Level 9 of the data flow: holds and moves. It has at most one gather under way; which parameter is registered,
+and when anything happens, is not its business.
+
+    shard (at rest)  --cast, copy-->  own row  --all_gather-->  rows  --copy out-->  unsharded parameters
+                     (only if they differ)            (in place for ragged layouts: rows and parameters are
+                     one)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardkit._torch import AllGather
+from shardkit.buffer import FlatBuffer
+from shardkit.collectives import Pending, Route, all_gather
+from shardkit.layout import BucketSpec
+from shardkit.sharded_param import ShardedParam
+from shardkit.streams import Streams
+
+
+class RowGather:
+    """Gathers a bucket's shard into the storage that its gathered parameters live in."""
+
+    def __init__(
+        self, params: Sequence[ShardedParam], spec: BucketSpec, shard: FlatBuffer, route: Route | None
+    ) -> None:
+        self.params, self.spec, self.shard, self.route = params, spec, shard, route
+        self.comm: AllGather | None = None  # the user's, which allocates the rows too
+        self.small_group: dist.ProcessGroup | None = None  # gathers the pieces that `keep_piece` kept
+        self.tensors: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
+        self.unsharded: FlatBuffer | None = None
+        self._rows: Tensor | None = None  # gathered, not yet copied out
+        self._pending: Pending | None = None
+        self._piece: Tensor | None = None  # of the rows, kept after forward
+        self._split_outputs: list[Tensor] = []
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a gather has been started and not been completed."""
+        return self._pending is not None
+
+    def start(self, label: str) -> None:
+        """Send this rank's row. Collective over the shard axis, or `small_group` after `keep_piece`."""
+        self._rows = rows = self._allocate_rows()
+        layout, route = self.spec.layout, self.route
+        if self._piece is not None and self.small_group is not None and route is not None:
+            self._pending = all_gather(rows, self._piece, replace(route, group=self.small_group), label)
+            return
+        row, own = self.shard.flat, rows[layout.rank * layout.row_numel :][: layout.row_numel]
+        if route is None or layout.num_ranks == 1:
+            own.copy_(row, non_blocking=True)
+            self._pending = Pending([], "all_gather", label, None)
+            return
+        if row.dtype != rows.dtype or row.device != rows.device:
+            row = own.copy_(row, non_blocking=True)
+        if self.comm is not None:
+            self.comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
+            self._pending = Pending([], "all_gather", label, route)
+        else:
+            self._pending = all_gather(rows, row, route, label)
+
+    def complete(self) -> None:
+        """Wait for the rows and copy the parameters out of them."""
+        assert self._pending is not None
+        self._pending.wait()
+        if self._rows is not None:
+            rows, self._rows = self._rows, None
+            self._copy_out(rows, self._allocate_unsharded())
+
+    def finish(self) -> None:
+        """The gathered parameters are there for whoever computes."""
+        self._pending = self._piece = None
+
+    def drop(self) -> None:
+        """Wait for a gather that nobody needs any more: its messages are under way on every rank."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = self._rows = None
+            if self.unsharded is not None:
+                self.unsharded.free()
+
+    def free(self, streams: Streams) -> None:
+        """Give the gathered bytes up, and a kept piece."""
+        self._piece = None
+        if self.unsharded is not None:
+            streams.free_later(self.unsharded)
+
+    def keep_piece(self, streams: Streams, num_ranks: int) -> None:
+        """Free the gathered bytes but for this rank's piece of what `num_ranks` neighbours hold together."""
+        assert self.unsharded is not None
+        layout = self.spec.layout
+        piece_numel = layout.numel // num_ranks
+        rows = self.unsharded.flat if layout.in_place else self._rows_from_params(self.unsharded.flat)
+        piece = rows[layout.rank % num_ranks * piece_numel :][:piece_numel].clone()
+        self.free(streams)
+        self._piece = piece
+
+    def _allocate_rows(self) -> Tensor:
+        """The buffer to gather into: the parameters' own bytes where the layout and the transport allow."""
+        spec = self.spec
+        if self.comm is not None:
+            return self.comm.allocate((spec.layout.numel,), dtype=spec.compute_dtype, device=spec.device)
+        if spec.layout.in_place:
+            return self._allocate_unsharded().flat
+        return torch.empty(spec.layout.numel, dtype=spec.compute_dtype, device=spec.device)
+
+    def _allocate_unsharded(self) -> FlatBuffer:
+        layout, spec = self.spec.layout, self.spec
+        if self.unsharded is not None:
+            self.unsharded.allocate()
+            return self.unsharded
+        numel = layout.numel if layout.in_place else layout.unsharded_numel
+        self.unsharded = FlatBuffer(numel, spec.compute_dtype, spec.device)
+        slots = zip(self.params, layout.slots, strict=True)
+        self.tensors = [param.make_unsharded(self.unsharded, slot) for param, slot in slots]
+        if not layout.in_place:
+            with torch.inference_mode(False):
+                self._split_outputs = self._make_split_outputs(self.unsharded)
+        return self.unsharded
+
+    def _copy_out(self, rows: Tensor, unsharded: FlatBuffer) -> None:
+        layout = self.spec.layout
+        if rows is unsharded.flat:
+            return
+        if layout.in_place:  # but the user's collective has a buffer of its own
+            unsharded.flat.copy_(rows)
+        elif layout.columns:
+            sizes = [numel for numel, _ in layout.columns]
+            columns = rows.view(layout.num_ranks, -1)
+            torch.split_with_sizes_copy(columns, sizes, dim=1, out=self._split_outputs)
+        else:
+            for param, row in self._pairs(unsharded.flat, rows):
+                param.copy_(row)
+
+    def _make_split_outputs(self, unsharded: FlatBuffer) -> list[Tensor]:
+        """A (num_ranks, numel) tensor for each column of the rows: a parameter, or scratch for a gap."""
+        layout, flat = self.spec.layout, unsharded.flat
+        return [
+            flat.new_empty(layout.num_ranks, numel)
+            if index < 0
+            else unsharded.tensor(layout.slots[index].unsharded_offset, (layout.num_ranks, numel))
+            for numel, index in layout.columns
+        ]
+
+    def _pairs(self, unsharded: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(part of a parameter, part of the rows) that hold the same elements."""
+        return [
+            (
+                unsharded.as_strided(s.size, s.param_strides, slot.unsharded_offset + s.param_offset),
+                rows.as_strided(s.size, s.rows_strides, s.rows_offset),
+            )
+            for slot in self.spec.layout.slots
+            for s in slot.segments
+        ]
+
+    def _rows_from_params(self, unsharded: Tensor) -> Tensor:
+        """The rows again, from the parameters that were copied out of them."""
+        rows = unsharded.new_zeros(self.spec.layout.numel)
+        for param, row in self._pairs(unsharded, rows):
+            row.copy_(param)
+        return rows
