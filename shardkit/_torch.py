@@ -396,6 +396,12 @@ def attach_state(module: nn.Module, state: State) -> None:
     vars(module).setdefault(REGISTRY_KEY, {})[_STATE_FUNCTION.__name__] = RegistryItem()
 
 
+def hide_from_dynamo(module: nn.Module) -> None:
+    """Tell torch.compile, as FSDP does, that the parameters come and go and are not to be guarded."""
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
 def state_of(module: nn.Module) -> object:
     """What `attach_state`, or torch's own `fully_shard`, put there."""
     return vars(module).get(STATE_KEY, {}).get(_STATE_FUNCTION)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardkit._torch import AllGather
 from shardkit.buffer import FlatBuffer
 from shardkit.collectives import Pending, Route, all_gather
-from shardkit.layout import BucketSpec
+from shardkit.layout import BucketSpec, Layout
 from shardkit.sharded_param import ShardedParam
 from shardkit.streams import Streams
 
@@ -97,7 +97,7 @@ class RowGather:
         assert self.unsharded is not None
         layout = self.spec.layout
         piece_numel = layout.numel // num_ranks
-        rows = self.unsharded.flat if layout.in_place else self._rows_from_params(self.unsharded.flat)
+        rows = self.unsharded.flat if layout.in_place else _rows_from_params(layout, self.unsharded.flat)
         piece = rows[layout.rank % num_ranks * piece_numel :][:piece_numel].clone()
         self.free(streams)
         self._piece = piece
@@ -122,7 +122,7 @@ class RowGather:
         self.tensors = [param.make_unsharded(self.unsharded, slot) for param, slot in slots]
         if not layout.in_place:
             with torch.inference_mode(False):
-                self._split_outputs = self._make_split_outputs(self.unsharded)
+                self._split_outputs = _make_split_outputs(layout, self.unsharded)
         return self.unsharded
 
     def _copy_out(self, rows: Tensor, unsharded: FlatBuffer) -> None:
@@ -136,33 +136,35 @@ class RowGather:
             columns = rows.view(layout.num_ranks, -1)
             torch.split_with_sizes_copy(columns, sizes, dim=1, out=self._split_outputs)
         else:
-            for param, row in self._pairs(unsharded.flat, rows):
+            for param, row in _pairs(layout, unsharded.flat, rows):
                 param.copy_(row)
 
-    def _make_split_outputs(self, unsharded: FlatBuffer) -> list[Tensor]:
-        """A (num_ranks, numel) tensor for each column of the rows: a parameter, or scratch for a gap."""
-        layout, flat = self.spec.layout, unsharded.flat
-        return [
-            flat.new_empty(layout.num_ranks, numel)
-            if index < 0
-            else unsharded.tensor(layout.slots[index].unsharded_offset, (layout.num_ranks, numel))
-            for numel, index in layout.columns
-        ]
 
-    def _pairs(self, unsharded: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(part of a parameter, part of the rows) that hold the same elements."""
-        return [
-            (
-                unsharded.as_strided(s.size, s.param_strides, slot.unsharded_offset + s.param_offset),
-                rows.as_strided(s.size, s.rows_strides, s.rows_offset),
-            )
-            for slot in self.spec.layout.slots
-            for s in slot.segments
-        ]
+def _make_split_outputs(layout: Layout, unsharded: FlatBuffer) -> list[Tensor]:
+    """A (num_ranks, numel) tensor for each column of the rows: a parameter, or scratch for a gap."""
+    return [
+        unsharded.flat.new_empty(layout.num_ranks, numel)
+        if index < 0
+        else unsharded.tensor(layout.slots[index].unsharded_offset, (layout.num_ranks, numel))
+        for numel, index in layout.columns
+    ]
 
-    def _rows_from_params(self, unsharded: Tensor) -> Tensor:
-        """The rows again, from the parameters that were copied out of them."""
-        rows = unsharded.new_zeros(self.spec.layout.numel)
-        for param, row in self._pairs(unsharded, rows):
-            row.copy_(param)
-        return rows
+
+def _pairs(layout: Layout, unsharded: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(part of a parameter, part of the rows) that hold the same elements."""
+    return [
+        (
+            unsharded.as_strided(s.size, s.param_strides, slot.unsharded_offset + s.param_offset),
+            rows.as_strided(s.size, s.rows_strides, s.rows_offset),
+        )
+        for slot in layout.slots
+        for s in slot.segments
+    ]
+
+
+def _rows_from_params(layout: Layout, unsharded: Tensor) -> Tensor:
+    """The rows again, from the parameters that were copied out of them."""
+    rows = unsharded.new_zeros(layout.numel)
+    for param, row in _pairs(layout, unsharded, rows):
+        row.copy_(param)
+    return rows

@@ -49,11 +49,6 @@ class GradBuffer:
         """Whether no gradient has been added since the last reduction."""
         return self._rows is None
 
-    @property
-    def is_trainable(self) -> bool:
-        """Whether a parameter requires a gradient."""
-        return any(param.sharded.requires_grad for param in self.params)
-
     def add(self, grads: Mapping[int, Tensor]) -> None:
         """Write, or add, gradients (index of the parameter -> its unsharded gradient) into the rows."""
         if self._rows is None:
@@ -92,7 +87,7 @@ class GradBuffer:
         unused = [index for index in self.trainable if index not in self._used]
         if unused:
             torch._foreach_zero_([place for index in unused for place in self._places_of(index)])
-        self._tails.copy_(self._flags(unused) if unused else self._all_used)
+        self._tails.copy_(_flags(self.trainable, unused).to(rows) if unused else self._all_used)
         self._rows = None
         self._used = set()
         return rows, not unused
@@ -136,16 +131,10 @@ class GradBuffer:
             self._gaps = [rows.as_strided((g.num_rows, g.numel), strides, g.offset) for g in layout.gaps]
             tail = (layout.num_ranks, layout.tail_numel)
             self._tails = rows.as_strided(tail, strides, layout.row_numel - layout.tail_numel)
-            self._all_used = self._flags(())
+            self._all_used = _flags(self.trainable, ()).to(rows)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         self._rows = rows
-
-    def _flags(self, unused: Sequence[int]) -> Tensor:
-        """(2 * num_trainable,): ones for what was used, then ones for what was not."""
-        used = [float(index not in unused) for index in self.trainable]
-        spec = self.spec
-        return torch.tensor(used + [1.0 - flag for flag in used], dtype=spec.reduce_dtype, device=spec.device)
 
     def _places_of(self, index: int) -> list[Tensor]:
         """Where the gradient of a parameter goes in the rows."""
@@ -175,6 +164,12 @@ class GradBuffer:
                 "without gradient sync, whose buffer has no place for it. Switch it after a synced backward."
             )
         return self.layout.slots[self.trainable.index(index)].segments
+
+
+def _flags(trainable: Sequence[int], unused: Sequence[int]) -> Tensor:
+    """(2 * num_trainable,): ones for what was used, then ones for what was not."""
+    used = [float(index not in unused) for index in trainable]
+    return torch.tensor(used + [1.0 - flag for flag in used])
 
 
 def _pieces_of_row(layout: Layout) -> tuple[list[Tensor], list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardkit._torch import State, attach_state, state_of
+from shardkit._torch import State, attach_state, hide_from_dynamo, state_of
 from shardkit.unit import Unit
 
 
@@ -55,8 +55,7 @@ def attach_unit(unit: Unit) -> None:
     for module in unit.modules:
         attach_state(module, state)
     for _, module in unit.managed:
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # dynamo: parameters come and go, do not guard on them
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        hide_from_dynamo(module)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

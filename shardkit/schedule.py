@@ -62,8 +62,8 @@ def reshards_after_forward(
 def grads_to_sweep(grad_bytes: Sequence[int], budget_bytes: int = 256 * 1024) -> frozenset[int]:
     """Which gradients wait for the end of their unit's backward: the smallest, 256 KiB of them at most.
 
-    A call of its own for each is most of the host's time where parameters are small; the others are taken, and
-    freed, as soon as they are there.
+    A call of its own for each is most of the host's time where parameters are small; the others are taken,
+    and freed, as soon as they are there.
     """
     smallest_first = sorted(range(len(grad_bytes)), key=grad_bytes.__getitem__)
     totals = accumulate(grad_bytes[index] for index in smallest_first)

@@ -181,7 +181,8 @@ class Unit:
 
     def _reduce(self, bucket: Bucket) -> None:
         options = self.settings.reduce
-        if bucket.grads.is_empty and not (options.fill_unused and bucket.grads.is_trainable):
+        is_trainable = any(param.sharded.requires_grad for param in bucket.params)
+        if bucket.grads.is_empty and not (options.fill_unused and is_trainable):
             return
         limit = max(unit.settings.max_input_buffers for unit in self.tree.units)
         self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams), limit)
