@@ -40,6 +40,11 @@ class Route:
     backend: str
     tag: int  # of its gathers, and tag + 1 of its reductions: the same on all ranks of the group
 
+    @property
+    def can_average(self) -> bool:
+        """Whether the group's reductions offer a mean."""
+        return self.backend == "nccl"
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -133,7 +138,7 @@ def reduce_scatter(
     Args:
         output: (row_numel,).
         rows: (num_ranks, row_numel), contiguous; lost.
-        average: take the mean; only where `can_average`.
+        average: take the mean; only where the route can.
     """
     size = route.group.size()
     _count("reduce_scatter", (size - 1) * output.nbytes)
@@ -152,11 +157,6 @@ def all_reduce(tensor: Tensor, route: Route, label: str, *, average: bool = Fals
     is_async = tensor.device.type == "cpu"
     work = dist.all_reduce(tensor, op, group=route.group, async_op=is_async)
     return Pending([work] if is_async and work is not None else [], "all_reduce", label, route)
-
-
-def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's reductions offer a mean."""
-    return backend_name(group, device) == "nccl"
 
 
 def has_peers(group: dist.ProcessGroup, device: torch.device) -> bool:

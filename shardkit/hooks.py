@@ -110,7 +110,7 @@ def pre_backward(unit: Unit, grad: Tensor) -> Tensor:
     tree.keeps_gathered |= torch.is_grad_enabled()  # create_graph: see Tree.keeps_gathered
     if unit.in_backward:
         return grad
-    unit.in_backward = True
+    unit.in_backward, unit.is_settled = True, False
     if unit.settings.unshard_in_backward:
         unit.unshard()
         unit.wait_for_unshard()

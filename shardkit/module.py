@@ -188,6 +188,8 @@ class FSDPModule(TorchFSDPModule):
             )
         for unit in self._units(recurse):
             unit.settings.max_input_buffers = max_input_buffers
+        tree = self._unit.tree
+        tree.reductions.limit = max(unit.settings.max_input_buffers for unit in tree.units)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce over process groups of their own, so that reductions and gathers share no communicator.

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
 from shardkit.bucket import Bucket
-from shardkit.collectives import Pending, all_reduce, can_average, reduce_scatter
+from shardkit.collectives import Pending, all_reduce, reduce_scatter
 from shardkit.errors import UnevenUseError
 from shardkit.layout import Layout
 from shardkit.precision import Division, division
@@ -94,8 +94,8 @@ class Reduction:
 
     def _choose_division(self) -> Division:
         spec, options = self.bucket.spec, self._options
-        groups = [route.group for route in (self.bucket.reduce_route, self._replicas) if route is not None]
-        can = not options.sum_only and all(can_average(group, spec.device) for group in groups)
+        routes = [route for route in (self.bucket.reduce_route, self._replicas) if route is not None]
+        can = not options.sum_only and all(route.can_average for route in routes)
         return division(spec.reduce_dtype, spec.axes.size, options.divide_factor, can)
 
     def _reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending | None]:
@@ -208,12 +208,13 @@ class ReductionQueue:
     """The reductions of a tree that are in flight, oldest first."""
 
     def __init__(self) -> None:
+        self.limit = 1  # how many may be in flight
         self._in_flight: deque[Reduction] = deque()
         self._unchecked: list[Reduction] = []
 
-    def add(self, reduction: Callable[[], Reduction], limit: int) -> None:
+    def add(self, reduction: Callable[[], Reduction]) -> None:
         """Start a reduction once fewer than `limit` are in flight."""
-        while len(self._in_flight) >= limit:
+        while len(self._in_flight) >= self.limit:
             self._finish_oldest()
         self._in_flight.append(reduction())
 

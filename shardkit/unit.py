@@ -63,6 +63,7 @@ class Unit:
         with torch.no_grad():
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
+        self._is_checked = False  # that every parameter is where a gather can read it
         self._watched = [_attributes_to_watch(module) for _, module in managed]
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
@@ -70,6 +71,7 @@ class Unit:
         self.runs: list[weakref.ref[Run]] = []  # forwards whose graph may be alive
         self.is_pinned = False  # the user called unshard()
         self.in_backward = False  # between pre_backward and post_backward
+        self.is_settled = True  # the running backward has left nothing to take, reshard or reduce
         self.tree = Tree(self)
         _live_units.add(self)
 
@@ -89,6 +91,7 @@ class Unit:
         replaced = [param for param in self.params if not param.is_adopted]
         if not replaced:
             return
+        self._is_checked = False
         with torch.no_grad():
             for param in replaced:
                 param.take_replacement()
@@ -103,7 +106,9 @@ class Unit:
         """Start to gather every bucket. Collective over the shard axis."""
         if any(not bucket.gather.is_pending and not bucket.is_unsharded for bucket in self.buckets):
             self.adopt()
-            check_devices(self.name, self.params, self.policy)
+            if not self._is_checked:
+                check_devices(self.name, self.params, self.policy)
+                self._is_checked = True
         for bucket in self.buckets:
             bucket.start_unshard(self.tree.streams)
 
@@ -142,9 +147,9 @@ class Unit:
         Args:
             keep: stay gathered whatever the setting says: backward has built a graph that needs it.
         """
-        self.in_backward = False
-        for bucket in self.buckets:
-            with torch.no_grad():
+        self.in_backward, self.is_settled = False, True
+        with torch.no_grad():
+            for bucket in self.buckets:
                 self.tree.reductions.finish_of(bucket)
                 bucket.grads.sweep()
         if self.settings.reshard_after_backward and not keep:
@@ -156,7 +161,7 @@ class Unit:
     def kept_tensors(self) -> list[Tensor]:
         """Tensors with a graph that the modules keep as attributes: a loss may start from them.
 
-        Only what may become a tensor is looked at: attributes that held a number, a tensor or nothing when
+        Only what may become one is looked at: attributes that held nothing, zero, a float or a tensor when
         the unit was made, and all of a module that has got new ones since.
         """
         found = []
@@ -184,8 +189,7 @@ class Unit:
         is_trainable = any(param.sharded.requires_grad for param in bucket.params)
         if bucket.grads.is_empty and not (options.fill_unused and is_trainable):
             return
-        limit = max(unit.settings.max_input_buffers for unit in self.tree.units)
-        self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams), limit)
+        self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams))
 
 
 class Tree:
@@ -210,6 +214,7 @@ class Tree:
         for unit in inner:
             if unit.tree is not self:
                 taken = unit.tree
+                self.reductions.limit = max(self.reductions.limit, taken.reductions.limit)
                 self.ignored |= taken.ignored
                 self.units[-1:-1] = taken.units
                 for other in taken.units:
@@ -240,6 +245,8 @@ class Tree:
         if not self.awaits_callback and in_backward():
             self.awaits_callback = True
             self.keeps_gathered = False
+            for unit in self.units:
+                unit.is_settled = False
             call_after_backward(self.end_backward)
 
     def end_backward(self) -> None:
@@ -248,7 +255,8 @@ class Tree:
         self.forward_root = None
         for unit in reversed(self.units):
             unit.modules_to_run.clear()
-            unit.post_backward(keep=self.keeps_gathered)
+            if not unit.is_settled:
+                unit.post_backward(keep=self.keeps_gathered)
         if not self.is_last_backward:
             return
         self.reductions.finish_all()
@@ -285,8 +293,13 @@ def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, lis
     """A module's attributes, how many there are, and the names of those that may become a tensor."""
     attributes = vars(module)
     own = attributes.keys() - _MODULE_ATTRIBUTES
-    names = [name for name in own if isinstance(attributes[name], (int, float, Tensor, type(None)))]
+    names = [name for name in own if _may_become_tensor(attributes[name])]
     return attributes, len(attributes), names
+
+
+def _may_become_tensor(value: object) -> bool:
+    is_zero = type(value) is int and value == 0
+    return value is None or is_zero or isinstance(value, (float, Tensor))
 
 
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
@@ -301,6 +314,7 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Calla
         if unit is None or bucket is None or param.grad is None:
             return
         unit.tree.enter_backward()
+        unit.is_settled = False
         unit.tree.reductions.finish_of(bucket)
         grad, param.grad = param.grad, None
         with torch.no_grad():
@@ -308,8 +322,9 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Calla
 
     def leave_grad(param: Tensor) -> None:
         unit = unit_ref()
-        if unit is not None and not unit.tree.awaits_callback:
+        if unit is not None:
             unit.tree.enter_backward()
+            unit.is_settled = False
 
     sizes = [param.unsharded_bytes for param in bucket.params]
     return leave_grad if index in grads_to_sweep(sizes) else take_grad
