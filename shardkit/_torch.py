@@ -1,6 +1,6 @@
 """Every private torch API that shardkit touches: one small function each, with the reason it is needed.
 
-Level 0 of the data flow. Checked on torch 2.11 to 2.14; a new torch is tried here first.
+Level 0 of the data flow. A new torch release is tried here first.
 """
 
 from __future__ import annotations
