@@ -94,7 +94,7 @@ def _unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -
 # elementwise as well, or made for a shape alone, but not tagged so by torch
 @rule(
     "alias detach clone copy_ _to_copy fill fill_ zero zero_ masked_fill masked_fill_ zeros_like ones_like "
-    "empty_like full_like _pin_memory lift_fresh"
+    "empty_like full_like _pin_memory is_pinned lift_fresh"
 )
 def pointwise(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Run an elementwise operator on the local tensors."""

@@ -185,6 +185,7 @@ def _surgery(rank: int, world_size: int) -> None:
     assert torch.equal(a.full_tensor(), values(SHAPE, 5))
     a.data = a.data.to(torch.float32)
     assert a.dtype == a.to_local().dtype == torch.float32
+    assert not a.is_pinned()
     a.data.zero_()
     assert not a.detach().any()
     with pytest.raises(TypeError, match="expected a RaggedTensor, got Tensor"):
@@ -200,11 +201,16 @@ def _stock_code(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (3,))
     stock = DTensor.from_local(values(SHAPE), mesh, [Replicate()])
     ragged = [RaggedShard((0,), UNITS)]
+    mislabelled = DTensor.from_local(
+        torch.zeros(UNITS[rank], 3), mesh, ragged, shape=torch.Size(SHAPE), stride=(3, 1)
+    )
     for act in (
+        lambda: mislabelled + 1,
+        lambda: mislabelled.full_tensor(),
+        lambda: torch.nn.utils.get_total_norm([mislabelled]),
         lambda: stock.redistribute(mesh, ragged),
         lambda: DTensor.from_local(values(SHAPE)[: UNITS[rank]], mesh, ragged),
         lambda: torch.distributed.tensor.distribute_tensor(values(SHAPE), mesh, ragged),
-        lambda: DTensor.from_local(torch.zeros(UNITS[rank], 3), mesh, ragged, shape=SHAPE, stride=(3, 1)) + 1,
     ):
         with pytest.raises((NotImplementedError, RuntimeError), match="Ragged"):
             act()
