@@ -129,7 +129,7 @@ class Reduction:
         event = streams.mark()
         with streams.on(stream):
             streams.wait(event)
-            if self._replicas is not None:
+            if self._replicas is not None and self.bucket.spec.axes.replicate_size > 1:
                 all_reduce(row, self._replicas, self.bucket.label, average=self._division.average).wait()
             if self._options.hook is not None:
                 self._options.hook(row[: self._layout.row_numel - self._layout.tail_numel])
