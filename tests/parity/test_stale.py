@@ -56,12 +56,10 @@ def in_place(model: nn.Module) -> None:
 
 @torch.no_grad()
 def swap_with_average(model: nn.Module) -> None:
-    """Evaluate on averaged weights: exchange them by foreach copies, which leave no trace on versions."""
+    """Put averages in the weights' place, to evaluate them, by a call that no optimizer step announces."""
     params = list(model.parameters())
     averages = [param * 0.5 for param in params]
-    held = [param.clone() for param in params]
-    torch._foreach_copy_(params, averages)
-    assert all(not torch.equal(a.flatten()[:1], b.flatten()[:1]) for a, b in zip(params, held, strict=True))
+    torch._foreach_lerp_(params, averages, 1.0)
 
 
 def load(model: nn.Module) -> None:
@@ -161,9 +159,9 @@ def test_training_goes_on_from_averaged_and_restored_weights() -> None:
                 params = list(model.parameters())
                 torch._foreach_lerp_(averages, params, 0.1)
                 trained = [param.clone() for param in params]
-                torch._foreach_copy_(params, averages)
+                torch._foreach_lerp_(params, averages, 1.0)
                 model(x(rank))
-                torch._foreach_copy_(params, trained)
+                torch._foreach_lerp_(params, trained, 1.0)
 
     run_ranks(check, 2)
 
@@ -211,10 +209,27 @@ def test_an_optimizer_built_after_a_forward_without_grad_trains() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         CASE.loss(model, rank).backward()
         optimizer.step()
+        grads = oracle_grads(reference, CASE.loss, world_size)
         with torch.no_grad():
-            for name, grad in oracle_grads(reference, CASE.loss, world_size).items():
+            for name, grad in grads.items():
                 reference.get_parameter(name).sub_(grad, alpha=0.5)
             assert torch.equal(model(x(rank)), reference(x(rank)))
+
+    run_ranks(check, 2)
+
+
+def test_zero_grad_between_forward_and_backward_reaches_the_shards() -> None:
+    """`model.parameters()` holds gathered ones then; torch leaves the shards' gradients, which then add up."""
+
+    def check(rank: int, world_size: int) -> None:
+        grads = oracle_grads(CASE.build(), CASE.loss, world_size)
+        for set_to_none in (True, False):
+            model = mlp(reshard_after_forward=False)
+            for _ in range(2):
+                loss = CASE.loss(model, rank)
+                model.zero_grad(set_to_none)
+                loss.backward()
+                assert_grads_equal(model, grads, world_size)
 
     run_ranks(check, 2)
 
