@@ -146,7 +146,7 @@ class Reduction:
         num = len(self._trainable)
         if self._options.fill_unused:
             return [True] * num
-        flags = row[self._layout.row_numel - self._layout.tail_numel :][: 2 * num]
+        flags = row[self._layout.row_numel - self._layout.tail_numel :][: 2 * num].real
         if self.streams.runs_ahead and self._used_all:
             flags = flags.to("cpu", non_blocking=True)
             self._flags = (self.streams.mark(), flags)
