@@ -219,7 +219,7 @@ def test_an_optimizer_built_after_a_forward_without_grad_trains() -> None:
 
 
 def test_zero_grad_between_forward_and_backward_reaches_the_shards() -> None:
-    """`model.parameters()` holds gathered ones then; torch leaves the shards' gradients, which then add up."""
+    """Gathered ones are registered then; with torch the shards keep their gradients, which add up."""
 
     def check(rank: int, world_size: int) -> None:
         grads = oracle_grads(CASE.build(), CASE.loss, world_size)
