@@ -235,6 +235,17 @@ class FSDPModule(TorchFSDPModule):
                 )
         self._set_comms("set_symm_mem_for_comm", symmetric_memory_comms)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's. Between forward and backward gathered parameters are registered; the gradients are
+        the shards'.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for param in [param.sharded for unit in self._units(True) for param in unit.params]:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         result = super()._apply(*args, **kwargs)

@@ -129,7 +129,7 @@ class Reduction:
         event = streams.mark()
         with streams.on(stream):
             streams.wait(event)
-            if self._replicas is not None:
+            if self._replicas is not None and self.bucket.spec.axes.replicate_size > 1:
                 all_reduce(row, self._replicas, self.bucket.label, average=self._division.average).wait()
             if self._options.hook is not None:
                 self._options.hook(row[: self._layout.row_numel - self._layout.tail_numel])
@@ -146,7 +146,7 @@ class Reduction:
         num = len(self._trainable)
         if self._options.fill_unused:
             return [True] * num
-        flags = row[self._layout.row_numel - self._layout.tail_numel :][: 2 * num]
+        flags = row[self._layout.row_numel - self._layout.tail_numel :][: 2 * num].real
         if self.streams.runs_ahead and self._used_all:
             flags = flags.to("cpu", non_blocking=True)
             self._flags = (self.streams.mark(), flags)

@@ -69,7 +69,7 @@ class Unit:
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
         self.expects_backward = False  # an output of this forward requires a gradient
         self.runs: list[weakref.ref[Run]] = []  # forwards whose graph may be alive
-        self.is_pinned = False  # the user called unshard()
+        self.is_pinned = False  # the user called unshard(), or wants it kept after backward
         self.in_backward = False  # between pre_backward and post_backward
         self.is_settled = True  # the running backward has left nothing to take, reshard or reduce
         self.tree = Tree(self)
@@ -126,7 +126,7 @@ class Unit:
     def reshard_if_spent(self) -> None:
         """Reshard what an earlier forward left gathered for a backward that can no longer come."""
         self.runs = [run for run in self.runs if run() is not None]
-        if not self.runs and not self.is_pinned and self.settings.reshard_after_backward:
+        if not self.runs and not self.is_pinned:
             self.reshard()
 
     def reshard_after_forward(self) -> None:
@@ -152,7 +152,9 @@ class Unit:
             for bucket in self.buckets:
                 self.tree.reductions.finish_of(bucket)
                 bucket.grads.sweep()
-        if self.settings.reshard_after_backward and not keep:
+        if not self.settings.reshard_after_backward:
+            self.is_pinned |= all(bucket.is_unsharded for bucket in self.buckets)
+        elif not keep:
             self.reshard()
         if self.settings.gradient_sync:
             for bucket in self.buckets:
