@@ -72,7 +72,7 @@ class Bucket:
         is_retired = self.gather.unsharded is not None and streams.is_retired(self.gather.unsharded)
         streams.reclaim(keep=0 if is_retired else 1)
         self._gathering = values
-        with torch.no_grad(), streams.on(streams.all_gather):
+        with streams.on(streams.all_gather):
             self.gather.start(self.label)
             if streams.runs_ahead:
                 self.gather.complete()
@@ -87,8 +87,7 @@ class Bucket:
         if streams.runs_ahead:
             streams.wait(self._ready)
         else:
-            with torch.no_grad():
-                self.gather.complete()
+            self.gather.complete()
         self.gather.finish()
         tensors = self.gather.tensors
         if self._seen != self._gathering:
@@ -133,8 +132,7 @@ class Bucket:
         self._follow_gathered()
         for param in self.params:
             param.register(param.sharded)
-        with torch.no_grad():
-            free()
+        free()
         self._check_not_written()
 
     def _follow_gathered(self) -> None:

@@ -37,6 +37,7 @@ class GradBuffer:
         self._buffer: FlatBuffer | None = None  # of the rows, where they do not become the gradients
         self._rows: Tensor | None = None  # (num_ranks * row_numel,)
         self._placed_in: Tensor | None = None  # the rows that `_places` are views of
+        self._segments_of: dict[int, tuple[Segment, ...]] = {}
         self._places: dict[int, list[Tensor]] = {}  # of each parameter in the rows, a tensor a segment
         self._gaps: list[Tensor] = []
         self._tails = self._all_used = torch.empty(0)  # (num_ranks, tail_numel), and what they mostly hold
@@ -57,7 +58,7 @@ class GradBuffer:
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, grad in grads.items():
             places, parts = more if index in self._used else new
-            places += self._places_of(index)
+            places += self._places.get(index) or self._places_of(index)
             parts += self._parts_of(index, grad)
         self._used.update(grads)
         if new[0]:
@@ -114,6 +115,8 @@ class GradBuffer:
             self.trainable, self._buffer, self._places = trainable, None, {}
             self.layout = reduce_layout(self.spec.layout, trainable, 2 * len(trainable))
             self._row_pieces, self._piece_of = _pieces_of_row(self.layout)
+            slots = zip(trainable, self.layout.slots, strict=True)
+            self._segments_of = {index: slot.segments for index, slot in slots}
         layout, spec = self.layout, self.spec
         if self.comm is not None:
             rows = self.comm.allocate((layout.numel,), dtype=spec.reduce_dtype, device=spec.device)
@@ -138,32 +141,34 @@ class GradBuffer:
 
     def _places_of(self, index: int) -> list[Tensor]:
         """Where the gradient of a parameter goes in the rows."""
-        places = self._places.get(index)
-        if places is None:
+        if index not in self._places:
             assert self._rows is not None
             rows = self._rows
             places = [rows.as_strided(s.size, s.rows_strides, s.rows_offset) for s in self._segments(index)]
             self._places[index] = places
-        return places
+        return self._places[index]
 
     def _parts_of(self, index: int, grad: Tensor) -> list[Tensor]:
         """The gradient, cut as its places are."""
-        local = self.params[index].sharding.local_grad(grad)
-        local = (local.to_dense() if local.is_sparse else local).contiguous()
-        segments = self._segments(index)
+        segments, sharding = self._segments(index), self.params[index].sharding
+        local = grad if sharding.unsharded is None else sharding.local_grad(grad)
+        if local.is_sparse:
+            local = local.to_dense()
+        if not local.is_contiguous():
+            local = local.contiguous()
         if len(segments) == 1 and len(segments[0].size) <= 2:
             return [local.view(segments[0].size)]  # all of it, in order
         start = local.storage_offset()
         return [local.as_strided(s.size, s.param_strides, start + s.param_offset) for s in segments]
 
     def _segments(self, index: int) -> tuple[Segment, ...]:
-        assert self.layout is not None
-        if index not in self.trainable:
+        segments = self._segments_of.get(index)
+        if segments is None:
             raise RuntimeError(
                 f"param {self.params[index].name!r}: requires_grad was switched on between micro-batches "
                 "without gradient sync, whose buffer has no place for it. Switch it after a synced backward."
             )
-        return self.layout.slots[self.trainable.index(index)].segments
+        return segments
 
 
 def _flags(trainable: Sequence[int], unused: Sequence[int]) -> Tensor:

@@ -58,7 +58,7 @@ class Reduction:
         self._event: torch.Event | None = None
         self._flags: tuple[torch.Event | None, Tensor] | None = None
         event = streams.mark()
-        with torch.no_grad(), streams.on(streams.reduce_scatter):
+        with streams.on(streams.reduce_scatter):
             streams.wait(event)
             if self._division.before != 1:
                 self._rows.div_(self._division.before)
@@ -73,8 +73,7 @@ class Reduction:
         if self.streams.runs_ahead:
             self.streams.wait(self._event)
         else:
-            with torch.no_grad():
-                self._collect()
+            self._collect()
         self._rows = None
         self.bucket.grads.free()
 
@@ -173,34 +172,37 @@ class Reduction:
         """Views of the row become, or are added to, the gradients of the sharded parameters."""
         spec = self.bucket.spec
         row = row.to(spec.dtype)
-        params = [self.bucket.params[index] for index in self._trainable]
-        locals_ = self.bucket.grads.split_row(row)
         offloads = spec.shard_device != row.device
-        for param, local, is_used in zip(params, locals_, used, strict=True):
-            if is_used:
-                self._add_grad(param, self._offload(param, local) if offloads else local)
-        for param, is_used in zip(params, used, strict=True):
-            if is_used and has_grad_hooks(param.sharded):
-                run_post_accumulate_hooks(param.sharded)
+        hooked = []
+        pieces = zip(self._trainable, self.bucket.grads.split_row(row), used, strict=True)
+        for param, local in (
+            (self.bucket.params[index], local) for index, local, is_used in pieces if is_used
+        ):
+            grad = param.sharding.wrap_sharded(self._offload(param, local) if offloads else local)
+            if has_grad_hooks(param.sharded):
+                grad = run_grad_hooks(param.sharded, grad)
+                hooked.append(param)
+            if param.sharded.grad is None:
+                param.sharded.grad = grad
+            else:
+                _accumulate(param, grad)
+        for param in hooked:
+            run_post_accumulate_hooks(param.sharded)
 
     def _offload(self, param: ShardedParam, local: Tensor) -> Tensor:
         spec = self.bucket.spec
         read_at_once = param.sharded.grad is not None or has_grad_hooks(param.sharded)
         return local.to(spec.shard_device, non_blocking=spec.pin_memory and not read_at_once)
 
-    def _add_grad(self, param: ShardedParam, local: Tensor) -> None:
-        grad = param.sharding.wrap_sharded(local)
-        if has_grad_hooks(param.sharded):
-            grad = run_grad_hooks(param.sharded, grad)
-        held = param.sharded.grad
-        if held is None:
-            param.sharded.grad = grad
-            return
-        if not isinstance(held, DTensor):
-            raise TypeError(
-                f"param {param.name!r}: expected its .grad to be a DTensor as the parameter is, got "
-                f"{type(held).__name__}. Set it to None, or keep what backward put there."
-            )
+
+def _accumulate(param: ShardedParam, grad: DTensor) -> None:
+    held = param.sharded.grad
+    if not isinstance(held, DTensor):
+        raise TypeError(
+            f"param {param.name!r}: expected its .grad to be a DTensor as the parameter is, got "
+            f"{type(held).__name__}. Set it to None, or keep what backward put there."
+        )
+    with torch.no_grad():
         local_of(held).add_(local_of(grad))
 
 

@@ -64,7 +64,7 @@ class Unit:
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
         self._is_checked = False  # that every parameter is where a gather can read it
-        self._watched = [_attributes_to_watch(module) for _, module in managed]
+        self._watched: list[tuple[dict[str, object], int, list[str]]] = []
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
         self.expects_backward = False  # an output of this forward requires a gradient
@@ -105,7 +105,8 @@ class Unit:
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""
         if any(not bucket.gather.is_pending and not bucket.is_unsharded for bucket in self.buckets):
-            self.adopt()
+            if not self.tree.awaits_callback:  # nobody replaces parameters during a backward
+                self.adopt()
             if not self._is_checked:
                 check_devices(self.name, self.params, self.policy)
                 self._is_checked = True
@@ -166,6 +167,8 @@ class Unit:
         Only what may become one is looked at: attributes that held nothing, zero, a float or a tensor when
         the unit was made, and all of a module that has got new ones since.
         """
+        if not self._watched:
+            self._watched = [_attributes_to_watch(module) for _, module in self.managed]
         found = []
         for attributes, num_attributes, names in self._watched:
             for name in names if len(attributes) == num_attributes else list(attributes):
