@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from shardkit.errors import GatheredParamError
 from shardkit.gather import RowGather
 from shardkit.grads import GradBuffer
 from shardkit.layout import BucketSpec
-from shardkit.sharded_param import ShardedParam
+from shardkit.sharded_param import GradHook, ShardedParam
 from shardkit.streams import Streams
+
+_version_of = attrgetter("_version")
 
 
 class Bucket:
@@ -48,6 +51,7 @@ class Bucket:
         self._wants_grad: list[bool] = []
         for param, slot in zip(self.params, spec.layout.slots, strict=True):
             param.place_in(self.shard, slot)
+        self._written = self._tensors_at_rest()
 
     @property
     def is_unsharded(self) -> bool:
@@ -78,9 +82,7 @@ class Bucket:
                 self.gather.complete()
                 self._ready = streams.mark()
 
-    def finish_unshard(
-        self, streams: Streams, hook_for: Callable[[Bucket, int], Callable[[Tensor], None]]
-    ) -> None:
+    def finish_unshard(self, streams: Streams, hook_for: Callable[[Bucket, int], GradHook | None]) -> None:
         """Wait for the gather and register the gathered parameters."""
         if not self.gather.is_pending:
             return
@@ -100,7 +102,7 @@ class Bucket:
             self._wants_grad = wants_grad
             for index, param in enumerate(self.params):
                 param.follow_requires_grad(partial(hook_for, self, index))
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = list(map(_version_of, tensors))
         for param, tensor in zip(self.params, tensors, strict=True):
             param.register(tensor)
 
@@ -124,6 +126,7 @@ class Bucket:
                 param.place_in(self.shard, slot)
                 param.unsharded = unsharded
         self._num_replaced += 1
+        self._written = self._tensors_at_rest()
 
     def _reshard(self, free: Callable[[], None]) -> None:
         self.gather.drop()
@@ -145,7 +148,7 @@ class Bucket:
 
     def _check_not_written(self) -> None:
         """Refuse to throw away what the user wrote to a gathered parameter."""
-        versions = [tensor._version for tensor in self.gather.tensors]
+        versions = list(map(_version_of, self.gather.tensors))
         if versions == self._versions:
             return
         pairs = zip(self.params, versions, self._versions, strict=True)
@@ -157,7 +160,10 @@ class Bucket:
             "a module changes in its own forward, as Embedding(max_norm=...), has to be done outside of it."
         )
 
+    def _tensors_at_rest(self) -> list[Tensor]:
+        """What a write to the shards may leave its mark on: the DTensors and their local tensors."""
+        return [tensor for param in self.params for tensor in (param.sharded, param.local)]
+
     def _values(self) -> tuple[int, int]:
         """What differs when the shards have been written to or replaced."""
-        versions = [param.sharded._version + param.local._version for param in self.params]
-        return self._num_replaced, sum(versions)
+        return self._num_replaced, sum(map(_version_of, self._written))

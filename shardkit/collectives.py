@@ -119,13 +119,10 @@ def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending
         row: (row_numel,), this rank's; it may be its own place in `output`.
         label: what is gathered, for errors.
     """
-    size = route.group.size()
-    _count("all_gather", (size - 1) * row.nbytes)
-    own = output.narrow(0, route.group.rank() * row.numel(), row.numel())
+    if _active:
+        _count("all_gather", (route.group.size() - 1) * row.nbytes)
     if _is_pairwise(route):
-        works = _exchange_rows(output, row, route)
-        _copy_own(own, row)
-        return Pending(works, "all_gather", label, route)
+        return Pending(_exchange_rows(output, row, route), "all_gather", label, route)
     all_gather_single(output, row, route.group)
     return Pending([], "all_gather", label, route)
 
@@ -140,8 +137,8 @@ def reduce_scatter(
         rows: (num_ranks, row_numel), contiguous; lost.
         average: take the mean; only where the route can.
     """
-    size = route.group.size()
-    _count("reduce_scatter", (size - 1) * output.nbytes)
+    if _active:
+        _count("reduce_scatter", (route.group.size() - 1) * output.nbytes)
     if _is_pairwise(route):
         return _pairwise_reduce_scatter(output, rows, route, label)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -151,8 +148,9 @@ def reduce_scatter(
 
 def all_reduce(tensor: Tensor, route: Route, label: str, *, average: bool = False) -> Pending:
     """Sum `tensor` over the ranks, in place. Collective over `route.group`: all ranks must call."""
-    size = route.group.size()
-    _count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
+    if _active:
+        size = route.group.size()
+        _count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     is_async = tensor.device.type == "cpu"
     work = dist.all_reduce(tensor, op, group=route.group, async_op=is_async)
@@ -185,7 +183,7 @@ def _is_pairwise(route: Route) -> bool:
 
 
 def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]:
-    """Send `row` to every peer, and receive theirs where they belong."""
+    """Send `row` to every peer, receive theirs where they belong, and put our own beside them."""
     group, tag = route.group, route.tag
     rank, size, numel = group.rank(), group.size(), row.numel()
     if numel == 0:
@@ -195,12 +193,10 @@ def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]
         peer = (rank - step) % size
         works.append(group.recv([output.narrow(0, peer * numel, numel)], peer, tag))
     works.extend(group.send([row], (rank + step) % size, tag) for step in range(1, size))
-    return works
-
-
-def _copy_own(own: Tensor, row: Tensor) -> None:
+    own = output.narrow(0, rank * numel, numel)
     if own.data_ptr() != row.data_ptr():
         own.copy_(row)
+    return works
 
 
 def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: str) -> Pending:

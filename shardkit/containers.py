@@ -7,7 +7,7 @@ else is a leaf. (Sets have no order that ranks could agree on, so tensors in the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +18,11 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        items, is_changed = [], False
+        for item in value:
+            items.append(map_tensors(fn, item))
+            is_changed |= items[-1] is not item
+        if not is_changed:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
@@ -29,22 +32,30 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def find_tensors(value: object) -> Iterator[Tensor]:
+def find_tensors(value: object) -> list[Tensor]:
     """Every tensor in `value`, in the order in which `map_tensors` visits them."""
+    found: list[Tensor] = []
+    _find_tensors(value, found)
+    return found
+
+
+def _find_tensors(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
+        found.append(value)
+    elif isinstance(value, dict):
         for item in value.values():
-            yield from find_tensors(item)
+            _find_tensors(item, found)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from find_tensors(item)
+            _find_tensors(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, field.name, None))
+            _find_tensors(getattr(value, field.name, None), found)
 
 
 def _map_dict(fn: Callable[[Tensor], Tensor], value: dict[Any, Any]) -> Any:
+    if not value:
+        return value
     items = {key: map_tensors(fn, item) for key, item in value.items()}
     if all(items[key] is value[key] for key in items):
         return value

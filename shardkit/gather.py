@@ -53,12 +53,13 @@ class RowGather:
         if self._piece is not None and self.small_group is not None and route is not None:
             self._pending = all_gather(rows, self._piece, replace(route, group=self.small_group), label)
             return
-        row, own = self.shard.flat, rows[layout.rank * layout.row_numel :][: layout.row_numel]
+        row = self.shard.flat
         if route is None or layout.num_ranks == 1:
-            own.copy_(row, non_blocking=True)
+            rows.copy_(row, non_blocking=True)
             self._pending = Pending([], "all_gather", label, None)
             return
         if row.dtype != rows.dtype or row.device != rows.device:
+            own = rows.narrow(0, layout.rank * layout.row_numel, layout.row_numel)
             row = own.copy_(row, non_blocking=True)
         if self.comm is not None:
             self.comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)

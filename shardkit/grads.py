@@ -150,12 +150,11 @@ class GradBuffer:
 
     def _parts_of(self, index: int, grad: Tensor) -> list[Tensor]:
         """The gradient, cut as its places are."""
-        segments, sharding = self._segments(index), self.params[index].sharding
+        sharding = self.params[index].sharding
         local = grad if sharding.unsharded is None else sharding.local_grad(grad)
-        if local.is_sparse:
-            local = local.to_dense()
-        if not local.is_contiguous():
-            local = local.contiguous()
+        if not local.is_contiguous():  # as a sparse one is not
+            local = (local.to_dense() if local.is_sparse else local).contiguous()
+        segments = self._segments(index)
         if len(segments) == 1 and len(segments[0].size) <= 2:
             return [local.view(segments[0].size)]  # all of it, in order
         start = local.storage_offset()

@@ -180,6 +180,8 @@ def _complete_forward(unit: Unit) -> None:
     with_grad = unit.expects_backward
     if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
         unit.reshard_after_forward()
+    elif with_grad:
+        unit.watch_grads()
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
 

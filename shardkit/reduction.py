@@ -54,7 +54,7 @@ class Reduction:
         self._rows: Tensor | None = rows
         self._layout: Layout = grads.layout
         self._trainable = grads.trainable
-        self._division = self._choose_division()
+        self._division = _choose_division(bucket, options)
         self._event: torch.Event | None = None
         self._flags: tuple[torch.Event | None, Tensor] | None = None
         event = streams.mark()
@@ -90,12 +90,6 @@ class Reduction:
             if event is not None:
                 event.synchronize()
             self._check_flags(flags.tolist())
-
-    def _choose_division(self) -> Division:
-        spec, options = self.bucket.spec, self._options
-        routes = [route for route in (self.bucket.reduce_route, self._replicas) if route is not None]
-        can = not options.sum_only and all(route.can_average for route in routes)
-        return division(spec.reduce_dtype, spec.axes.size, options.divide_factor, can)
 
     def _reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending | None]:
         layout, route, comm = self._layout, self.bucket.reduce_route, self.bucket.grads.comm
@@ -193,6 +187,12 @@ class Reduction:
         spec = self.bucket.spec
         read_at_once = param.sharded.grad is not None or has_grad_hooks(param.sharded)
         return local.to(spec.shard_device, non_blocking=spec.pin_memory and not read_at_once)
+
+
+def _choose_division(bucket: Bucket, options: ReduceOptions) -> Division:
+    routes = (bucket.reduce_route, bucket.replicate_route)
+    can_average = not options.sum_only and all(route is None or route.can_average for route in routes)
+    return division(bucket.spec.reduce_dtype, bucket.spec.axes.size, options.divide_factor, can_average)
 
 
 def _accumulate(param: ShardedParam, grad: DTensor) -> None:

@@ -25,6 +25,9 @@ from shardkit.sharding import Sharding
 gathered_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # gathered parameter -> its name
 
 
+GradHook = Callable[[Tensor], None]
+
+
 class ShardedParam:
     """The two forms of one parameter, and the attributes that hold it."""
 
@@ -120,14 +123,14 @@ class ShardedParam:
         for places, name in self._places:
             places[name] = param
 
-    def follow_requires_grad(self, make_hook: Callable[[], Callable[[Tensor], None]]) -> None:
+    def follow_requires_grad(self, make_hook: Callable[[], GradHook | None]) -> None:
         """Let the gathered form require a gradient as the sharded one does, which users toggle."""
         unsharded = self.unsharded
         assert unsharded is not None
         if unsharded.requires_grad != self.sharded.requires_grad:
             unsharded.requires_grad_(self.sharded.requires_grad)
-        if unsharded.requires_grad and not has_grad_hooks(unsharded):
-            unsharded.register_post_accumulate_grad_hook(make_hook())
+        if unsharded.requires_grad and not has_grad_hooks(unsharded) and (hook := make_hook()) is not None:
+            unsharded.register_post_accumulate_grad_hook(hook)
 
 
 def _describe(param: Tensor | None) -> str:

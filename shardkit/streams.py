@@ -23,6 +23,8 @@ import torch
 
 from shardkit.buffer import FlatBuffer
 
+_NOTHING = nullcontext()
+
 
 class Streams:
     """The streams of one tree of units, shared by all of them."""
@@ -37,7 +39,7 @@ class Streams:
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Run what is inside on `stream`."""
-        return nullcontext() if self._module is None or stream is None else self._module.stream(stream)
+        return _NOTHING if self._module is None or stream is None else self._module.stream(stream)
 
     def mark(self) -> torch.Event | None:
         """An event on the current stream."""

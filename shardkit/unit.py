@@ -8,19 +8,20 @@ units share lies in their tree: the forward order, the streams, the reductions i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from shardkit._torch import call_after_backward, in_backward
+from shardkit._torch import call_after_backward, has_grad_hooks, in_backward
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
 from shardkit.schedule import ForwardOrder, grads_to_sweep
+from shardkit.sharded_param import GradHook
 from shardkit.streams import Streams
 
 
@@ -104,12 +105,11 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""
-        if any(not bucket.gather.is_pending and not bucket.is_unsharded for bucket in self.buckets):
-            if not self.tree.awaits_callback:  # nobody replaces parameters during a backward
-                self.adopt()
-            if not self._is_checked:
-                check_devices(self.name, self.params, self.policy)
-                self._is_checked = True
+        if not self.tree.awaits_callback:  # nobody replaces parameters during a backward
+            self.adopt()
+        if not self._is_checked:
+            check_devices(self.name, self.params, self.policy)
+            self._is_checked = True
         for bucket in self.buckets:
             bucket.start_unshard(self.tree.streams)
 
@@ -153,6 +153,8 @@ class Unit:
             for bucket in self.buckets:
                 self.tree.reductions.finish_of(bucket)
                 bucket.grads.sweep()
+        if keep:
+            self.watch_grads()
         if not self.settings.reshard_after_backward:
             self.is_pinned |= all(bucket.is_unsharded for bucket in self.buckets)
         elif not keep:
@@ -176,6 +178,13 @@ class Unit:
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     found.append(value)
         return found
+
+    def watch_grads(self) -> None:
+        """Notice gradients that come without a hook on an output, as they may while the unit is gathered."""
+        for bucket in self.buckets:
+            for tensor in bucket.gather.tensors:
+                if tensor.requires_grad and not has_grad_hooks(tensor):
+                    tensor.register_post_accumulate_grad_hook(_notice_hook(weakref.ref(self)))
 
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
@@ -310,8 +319,13 @@ def _may_become_tensor(value: object) -> bool:
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
-def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-    """The hook that takes a gathered parameter's gradient as soon as autograd has accumulated it."""
+def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> GradHook | None:
+    """The hook that takes a gathered parameter's gradient as soon as autograd has accumulated it.
+
+    None where the gradient waits for the unit's sweep.
+    """
+    if index in grads_to_sweep([param.unsharded_bytes for param in bucket.params]):
+        return None
     bucket_ref = weakref.ref(bucket)  # autograd keeps hooks where the garbage collector does not look
 
     def take_grad(param: Tensor) -> None:
@@ -325,11 +339,16 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> Calla
         with torch.no_grad():
             bucket.grads.add({index: grad})
 
-    def leave_grad(param: Tensor) -> None:
+    return take_grad
+
+
+def _notice_hook(unit_ref: weakref.ref[Unit]) -> GradHook:
+    """The hook that sees a backward come to a unit that stayed gathered, though it came by no output."""
+
+    def notice(param: Tensor) -> None:
         unit = unit_ref()
         if unit is not None:
             unit.tree.enter_backward()
             unit.is_settled = False
 
-    sizes = [param.unsharded_bytes for param in bucket.params]
-    return leave_grad if index in grads_to_sweep(sizes) else take_grad
+    return notice
