@@ -4,7 +4,7 @@ buffer.
 Level 4 of the data flow: pure. Takes shapes and a number of ranks; gives a `Layout` that buffers make views
 of. A buffer is rows, one a rank; a row is what that rank sends to a gather or receives from a reduction.
 
-    two matrices, w (4, 2) and b (3,), Shard(0) over 2 ranks; every start is aligned to ALIGN elements:
+    two matrices, w (4, 2) and b (3,), Shard(0) over 2 ranks; a row is a multiple of ALIGN elements:
 
             |<- w ->|<- b ->|                 |<---- w ---->|<- b ->|
     row 0   | w0 w1 | b0 b1 |    unsharded    | w0 w1 w2 w3 | b0 b1 b2
@@ -140,21 +140,22 @@ def interleaved_layout(
     The last chunks may be short or empty on dim 0; other dims divide evenly (`params.py` has refused the
     rest).
     """
-    row_numel = _aligned(sum(_aligned(_chunk_numel(param, num_ranks)) for param in params) + tail_numel)
-    slots: list[Slot] = []
+    chunks = [_chunk_numel(param, num_ranks) for param in params]
+    steps = [_aligned(chunk) if num_ranks == 1 else chunk for chunk in chunks]  # one row is the parameters
+    row_numel = _aligned(sum(steps) + tail_numel)
+    slots: dict[int, Slot] = {}
     gaps: list[Gap] = []
     columns: list[tuple[int, int]] = []
     offset = unsharded_offset = 0
-    for index, param in enumerate(params):
-        chunk_numel = _chunk_numel(param, num_ranks)
-        slots.append(_interleaved_slot(param, num_ranks, rank, row_numel, offset, unsharded_offset))
-        columns.append((chunk_numel, index))
-        if pad := _aligned(chunk_numel) - chunk_numel:
-            gaps.append(Gap(offset + chunk_numel, num_ranks, pad))
-            columns.append((pad, -1))
+    for index in sorted(range(len(params)), key=lambda i: chunks[i] % ALIGN != 0):  # odd sizes shift no other
+        param = params[index]
+        slots[index] = _interleaved_slot(param, num_ranks, rank, row_numel, offset, unsharded_offset)
+        columns.append((chunks[index], index))
         gaps += _gaps_of_short_chunks(param, num_ranks, row_numel, offset)
-        offset += _aligned(chunk_numel)
-        unsharded_offset += _aligned(num_ranks * chunk_numel)
+        if steps[index] > chunks[index]:
+            gaps.append(Gap(offset + chunks[index], 1, steps[index] - chunks[index]))
+        offset += steps[index]
+        unsharded_offset += _aligned(num_ranks * chunks[index])
     if pad := row_numel - tail_numel - offset:
         gaps.append(Gap(offset, num_ranks, pad))
         columns.append((pad, -1))
@@ -166,7 +167,7 @@ def interleaved_layout(
         tail_numel=tail_numel,
         unsharded_numel=unsharded_offset,
         in_place=num_ranks == 1 or (len(params) == 1 and by_rows and columns == [(row_numel, 0)]),
-        slots=tuple(slots),
+        slots=tuple(slots[index] for index in range(len(params))),
         gaps=tuple(gaps),
         columns=tuple(columns) if by_rows else (),
         source=tuple(params),
