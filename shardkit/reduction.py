@@ -116,7 +116,7 @@ class Reduction:
             self._pending.wait()
         grads, streams, row = self.bucket.grads, self.streams, self._row
         if grads.partial is not None:
-            row.add_(grads.partial)
+            self._add_partial(row, grads.partial)
             grads.partial = None
         if self._replicas is not None and not self._options.all_reduce:
             grads.partial = row
@@ -136,6 +136,12 @@ class Reduction:
                 row.div_(self._division.after)
             self._assign(row, self._read_flags(row))
             self._event = streams.mark()
+
+    def _add_partial(self, row: Tensor, partial: Tensor) -> None:
+        """Add what earlier micro-batches left; unused is only what none of them, and not this one, used."""
+        unused = slice(self._layout.row_numel - self._layout.tail_numel + len(self._trainable), None)
+        still_unused = torch.minimum(row[unused], partial[unused])
+        row.add_(partial)[unused] = still_unused
 
     def _read_flags(self, row: Tensor) -> list[bool]:
         """Which of the trainable parameters were used somewhere.

@@ -192,7 +192,8 @@ class Unit:
     def _reduce(self, bucket: Bucket) -> None:
         options = self.settings.reduce
         is_trainable = any(param.sharded.requires_grad for param in bucket.params)
-        if bucket.grads.is_empty and not (options.fill_unused and is_trainable):
+        is_deferred = options.all_reduce and bucket.grads.partial is not None
+        if bucket.grads.is_empty and not is_deferred and not (options.fill_unused and is_trainable):
             return
         self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams))
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit import FSDPModule, fully_shard
-from tests.support.programs import Program, build, choose, draw, failing, rows_of, shard
+from tests.support.programs import Node, Program, build, choose, draw, failing, rows_of, shard
 from tests.support.ranks import RankError, run_ranks
 
 NUM_PROGRAMS = {2: 80, 3: 60, 4: 30}  # by world size
@@ -29,6 +30,19 @@ BY_HAND = int(os.environ.get("RANDOM_PROGRAMS", "0"))
 NUM_AT_ONCE = 40  # programs that one group of forked ranks runs
 SHRINK_S = 60.0
 NUM_ROWS = 4
+
+FOUND = [  # programs that once failed
+    Program(
+        Node("by_turn", (Node("linear", unit=True), Node("norm"))),
+        mesh=(2, 1),
+        micro_batches=("shard", "all"),
+    ),
+]
+
+
+@pytest.mark.parametrize("program", FOUND, ids=repr)
+def test_a_program_that_once_failed_trains_like_its_unsharded_twin(program: Program) -> None:
+    run_ranks(_run, math.prod(program.mesh), [program])
 
 
 @pytest.mark.timeout(0 if BY_HAND else 240)
