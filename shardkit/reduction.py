@@ -77,6 +77,13 @@ class Reduction:
         self._rows = None
         self.bucket.grads.free()
 
+    def drop(self) -> None:
+        """Wait for what is on the wire, and forget it: the backward that it came from has failed."""
+        if self._rows is not None and self._pending is not None:
+            self._pending.wait()
+        self._rows = None
+        self.bucket.grads.free()
+
     def wait_on_host(self) -> None:
         """Block until offloaded gradients have arrived: the CPU reads them without knowing of streams."""
         if self._event is not None and self.bucket.spec.shard_device != self.bucket.spec.device:
@@ -237,6 +244,12 @@ class ReductionQueue:
             self._finish_oldest()
         for reduction in self._unchecked:
             reduction.wait_on_host()
+
+    def drop_all(self) -> None:
+        """Forget what is in flight: nobody may find gradients of a failed backward in `.grad` later on."""
+        while self._in_flight:
+            self._in_flight.popleft().drop()
+        self._unchecked = []
 
     def check_use(self) -> None:
         """Raise what finished reductions found only on the device."""

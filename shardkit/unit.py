@@ -273,6 +273,8 @@ class Tree:
 
     def reset(self) -> None:
         """Forget a failed iteration. Collective where gathers are under way: all ranks must have failed."""
+        if self.awaits_callback:  # it failed in backward
+            self.reductions.drop_all()
         self.reductions.finish_all()
         self.order.clear()
         self.forward_root = None

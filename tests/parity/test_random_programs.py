@@ -37,6 +37,7 @@ FOUND = [  # programs that once failed
         mesh=(2, 1),
         micro_batches=("shard", "all"),
     ),
+    Program(Node("chain", (Node("linear", unit=True),) * 3), fails=("backward", 5)),
 ]
 
 
