@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardkit import FSDPModule, fully_shard
+from shardkit import Blocks, FSDPModule, fully_shard
 from tests.support.programs import Node, Program, build, choose, draw, failing, rows_of, shard
 from tests.support.ranks import RankError, run_ranks
 
@@ -38,6 +38,7 @@ FOUND = [  # programs that once failed
         micro_batches=("shard", "all"),
     ),
     Program(Node("chain", (Node("linear", unit=True),) * 3), fails=("backward", 5)),
+    Program(Node("linear"), placement=Blocks.elements()),
 ]
 
 
