@@ -39,6 +39,7 @@ FOUND = [  # programs that once failed
     ),
     Program(Node("chain", (Node("linear", unit=True),) * 3), fails=("backward", 5)),
     Program(Node("linear"), placement=Blocks.elements()),
+    Program(Node("group", (Node("linear"), Node("linear"))), placement=Blocks(1, required=False)),
 ]
 
 
