@@ -40,6 +40,8 @@ FOUND = [  # programs that once failed
     Program(Node("chain", (Node("linear", unit=True),) * 3), fails=("backward", 5)),
     Program(Node("linear"), placement=Blocks.elements()),
     Program(Node("group", (Node("linear"), Node("linear"))), placement=Blocks(1, required=False)),
+    Program(Node("by_turn", (Node("linear", unit=True), Node("norm"))), evaluates=True, prefetch=((0, 1),)),
+    Program(Node("chain", (Node("linear", unit=True, reshard=2),)), mesh=(4,), evaluates=True),
 ]
 
 
