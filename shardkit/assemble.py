@@ -138,7 +138,7 @@ def _tensor_spec(spec: ParamSpec) -> TensorSpec:
         numel=math.prod(shape),
         block_numel=block.block_numel,
         period_numel=block.period_numel,
-        row_numel=block_numel(Blocks(), shape).block_numel,
+        row_numel=min(block.block_numel, block_numel(Blocks(), shape).block_numel),  # 1 where cut anywhere
         required=spec.wish.required,
     )
 

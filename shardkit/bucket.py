@@ -75,6 +75,8 @@ class Bucket:
                 return
         is_retired = self.gather.unsharded is not None and streams.is_retired(self.gather.unsharded)
         streams.reclaim(keep=0 if is_retired else 1)
+        if self._seen != values:
+            self.gather.drop_piece()
         self._gathering = values
         with streams.on(streams.all_gather):
             self.gather.start(self.label)

@@ -87,6 +87,10 @@ class RowGather:
             if self.unsharded is not None:
                 self.unsharded.free()
 
+    def drop_piece(self) -> None:
+        """Forget what was kept of values that are no more."""
+        self._piece = None
+
     def free(self, streams: Streams) -> None:
         """Give the gathered bytes up, and a kept piece."""
         self._piece = None

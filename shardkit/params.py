@@ -90,7 +90,8 @@ def modules_of_unit(
     """(name, module) of every module of the unit: all below `roots` that no inner unit, and no `replicate`,
     manages.
 
-    Names are below the root; with several roots they start with the root's class, as nothing names it yet.
+    Names are below the root; with several roots they start with the root's class and number, as nothing names
+    it yet.
     """
     seen: set[nn.Module] = set()
 
@@ -102,8 +103,8 @@ def modules_of_unit(
         for name, child in module.named_children():
             yield from walk(f"{prefix}.{name}" if prefix else name, child)
 
-    for root in roots:
-        yield from walk("" if len(roots) == 1 else type(root).__name__, root)
+    for number, root in enumerate(roots):
+        yield from walk("" if len(roots) == 1 else f"{type(root).__name__}{number}", root)
 
 
 def remember_original(param: Tensor, name: str) -> None:

@@ -77,6 +77,13 @@ class Reduction:
         self._rows = None
         self.bucket.grads.free()
 
+    def drop(self) -> None:
+        """Wait for what is on the wire, and forget it: the backward that it came from has failed."""
+        if self._rows is not None and self._pending is not None:
+            self._pending.wait()
+        self._rows = None
+        self.bucket.grads.free()
+
     def wait_on_host(self) -> None:
         """Block until offloaded gradients have arrived: the CPU reads them without knowing of streams."""
         if self._event is not None and self.bucket.spec.shard_device != self.bucket.spec.device:
@@ -110,7 +117,7 @@ class Reduction:
             self._pending.wait()
         grads, streams, row = self.bucket.grads, self.streams, self._row
         if grads.partial is not None:
-            row.add_(grads.partial)
+            self._add_partial(row, grads.partial)
             grads.partial = None
         if self._replicas is not None and not self._options.all_reduce:
             grads.partial = row
@@ -130,6 +137,12 @@ class Reduction:
                 row.div_(self._division.after)
             self._assign(row, self._read_flags(row))
             self._event = streams.mark()
+
+    def _add_partial(self, row: Tensor, partial: Tensor) -> None:
+        """Add what earlier micro-batches left; unused is only what none of them, and not this one, used."""
+        unused = slice(self._layout.row_numel - self._layout.tail_numel + len(self._trainable), None)
+        still_unused = torch.minimum(row[unused], partial[unused])
+        row.add_(partial)[unused] = still_unused
 
     def _read_flags(self, row: Tensor) -> list[bool]:
         """Which of the trainable parameters were used somewhere.
@@ -231,6 +244,12 @@ class ReductionQueue:
             self._finish_oldest()
         for reduction in self._unchecked:
             reduction.wait_on_host()
+
+    def drop_all(self) -> None:
+        """Forget what is in flight: nobody may find gradients of a failed backward in `.grad` later on."""
+        while self._in_flight:
+            self._in_flight.popleft().drop()
+        self._unchecked = []
 
     def check_use(self) -> None:
         """Raise what finished reductions found only on the device."""

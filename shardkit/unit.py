@@ -201,7 +201,8 @@ class Unit:
     def _reduce(self, bucket: Bucket) -> None:
         options = self.settings.reduce
         is_trainable = any(param.sharded.requires_grad for param in bucket.params)
-        if bucket.grads.is_empty and not (options.fill_unused and is_trainable):
+        is_deferred = options.all_reduce and bucket.grads.partial is not None
+        if bucket.grads.is_empty and not is_deferred and not (options.fill_unused and is_trainable):
             return
         self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams))
 
@@ -281,6 +282,8 @@ class Tree:
 
     def reset(self) -> None:
         """Forget a failed iteration. Collective where gathers are under way: all ranks must have failed."""
+        if self.awaits_callback:  # it failed in backward
+            self.reductions.drop_all()
         self.reductions.finish_all()
         self.order.clear()
         self.forward_root = None
