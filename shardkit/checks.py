@@ -87,7 +87,11 @@ def _with_peers(groups: Iterable[dist.ProcessGroup | None], device: torch.device
 def _describe(bucket: Bucket) -> list[str]:
     """What must agree on all ranks of the group, a line a parameter."""
     spec = bucket.spec
-    return [f"{line}, {spec.dtype} computed in {spec.compute_dtype}" for line in spec.layout.describe()]
+    dtypes = f"{spec.dtype} computed in {spec.compute_dtype}, reduced in {spec.reduce_dtype}"
+    return [
+        f"{line}, {dtypes}, {'trained' if param.sharded.requires_grad else 'frozen'}"
+        for line, param in zip(spec.layout.describe(), bucket.params, strict=True)
+    ]
 
 
 def _checksum(bucket: Bucket) -> int:
