@@ -71,9 +71,12 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     axes = data_axes(mesh, dp_mesh_dims)
     _check_reshard(reshard_after_forward, axes)
+    _check_policy("mp_policy", mp_policy, MixedPrecisionPolicy)
+    _check_policy("offload_policy", offload_policy, OffloadPolicy)
     device = device_of(mesh)
     policy = UnitPolicy(mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy(), device)
     ignored = frozenset(ignored_params or ())
+    _check_ignored(modules, ignored)
     managed = list(modules_of_unit(modules, lambda inner: unit_of(inner) is not None))
     specs = collect_params(managed, axes, shard_placement_fn, ignored, managed_params())
     move_to_device([*_buffers(managed), *((spec.name, spec.param) for spec in specs)], device)
@@ -205,6 +208,30 @@ def _check_reshard(setting: bool | int | None, axes: DataAxes) -> None:
             f"reshard_after_forward={setting}: {setting} ranks do not divide the {axes.shard_size} ranks of "
             f"the shard axis. Choose a divisor of {axes.shard_size}, for example the ranks of one node."
         )
+
+
+def _check_policy(argument: str, policy: object, kind: type) -> None:
+    if policy is not None and not isinstance(policy, kind):
+        raise TypeError(
+            f"{argument}={policy!r}: expected a {kind.__name__}, got {_kind(policy)}. Pass an instance, for "
+            f"example {kind.__name__}()."
+        )
+
+
+def _check_ignored(modules: Sequence[nn.Module], ignored: frozenset[object]) -> None:
+    managed = managed_params()
+    managed |= {id(p): name for root in modules for name, p in root.named_parameters() if id(p) in managed}
+    for param in ignored:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"ignored_params: expected parameters, got {param!r}. Pass the parameters themselves, for "
+                "example set(model.head.parameters())."
+            )
+        if id(param) in managed:
+            raise ValueError(
+                f"param {managed[id(param)]!r}: it is in ignored_params, but an inner unit has sharded it "
+                "already. Name it in that unit's call too, or take it out of ignored_params."
+            )
 
 
 def _set_reshard_after_forward(unit: Unit, setting: bool | int | None) -> None:

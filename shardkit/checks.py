@@ -33,12 +33,12 @@ def check_all_managed(tree: Tree) -> None:
     size = sum(num_attributes(module) for unit in tree.units for _, module in unit.managed)
     if size == _checked_size.get(tree):
         return
-    managed = {
-        id(p) for unit in tree.units for param in unit.params for p in (param.sharded, param.unsharded)
-    }
+    params = [param for unit in tree.units for param in unit.params]
+    managed = {id(form) for param in params for form in (param.sharded, param.unsharded)}
+    names = {param.name for param in params}  # what was put in their place is `Unit.adopt`'s to judge
     for root in tree.root.modules:
         for name, param in root.named_parameters():
-            is_ours = id(param) in managed or id(param) in tree.ignored or isinstance(param, DTensor)
+            is_ours = id(param) in managed | tree.ignored or name in names or isinstance(param, DTensor)
             if param.requires_grad and not is_ours:
                 raise ValueError(
                     f"param {name!r}: it was added after fully_shard, so it is not sharded and its gradient "
@@ -87,7 +87,11 @@ def _with_peers(groups: Iterable[dist.ProcessGroup | None], device: torch.device
 def _describe(bucket: Bucket) -> list[str]:
     """What must agree on all ranks of the group, a line a parameter."""
     spec = bucket.spec
-    return [f"{line}, {spec.dtype} computed in {spec.compute_dtype}" for line in spec.layout.describe()]
+    dtypes = f"{spec.dtype} computed in {spec.compute_dtype}, reduced in {spec.reduce_dtype}"
+    return [
+        f"{line}, {dtypes}, {'trained' if param.sharded.requires_grad else 'frozen'}"
+        for line, param in zip(spec.layout.describe(), bucket.params, strict=True)
+    ]
 
 
 def _checksum(bucket: Bucket) -> int:

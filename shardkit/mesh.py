@@ -62,7 +62,7 @@ def build_mesh(
         node_size: ranks that share the fast domain. Default: the launcher's LOCAL_WORLD_SIZE, else the world.
     Raises:
         ValueError: the sizes do not multiply to the world size, or a tp group would leave its node.
-        RuntimeError: there is no process group and no launcher to make one.
+        ValueError: there is no process group and no launcher to make one.
     """
     _init_default_group()
     world_size = dist.get_world_size()
@@ -79,7 +79,7 @@ def default_mesh() -> DeviceMesh:
     Collective over the world where the default process group does not exist yet: all ranks must call.
 
     Raises:
-        RuntimeError: there is no process group and no launcher to make one.
+        ValueError: there is no process group and no launcher to make one.
     """
     _init_default_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -209,7 +209,7 @@ def _init_default_group() -> None:
         return
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
-        raise RuntimeError(
+        raise ValueError(
             f"mesh: there is no process group, and {', '.join(missing)} are not set to make one. Start the "
             "program with torchrun, or call torch.distributed.init_process_group first."
         )

@@ -127,7 +127,7 @@ def test_no_process_group_and_no_launcher_says_how_to_start(make: object) -> Non
     with (
         mock.patch.dict(os.environ, {"RANK": "0"}, clear=True),
         pytest.raises(
-            RuntimeError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set .* with torchrun"
+            ValueError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set .* with torchrun"
         ),
     ):
         make()  # type: ignore[operator]

@@ -1,0 +1,251 @@
+"""Ranks that die, stay away or do something else: a named error soon, never a hang or silently wrong numbers.
+
+The groups of these tests have a timeout of a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardkit.checks
+from shardkit import MixedPrecisionPolicy, fully_shard
+from shardkit.agreement import check_agreement
+from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
+from tests.support.models import CASES, MLP, normal_batch
+from tests.support.oracle import assert_grads_equal, oracle_grads
+from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
+
+CASE = CASES["mlp"]
+SOON_S = 3.0  # a broken connection is seen at once; the rest is a slow machine's
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- a rank that dies
+
+
+def dies_before_forward(model: nn.Module, rank: int) -> None:
+    if rank == 1:
+        die()
+    CASE.loss(model, rank).backward()
+
+
+def dies_in_forward(model: nn.Module, rank: int) -> None:
+    if rank == 1:
+        model.layers[1].register_forward_pre_hook(lambda *_: die())
+    CASE.loss(model, rank).backward()
+
+
+def dies_in_backward(model: nn.Module, rank: int) -> None:
+    loss = CASE.loss(model, rank)
+    if rank == 1:
+        model.layers[2].weight.register_hook(lambda grad: die())
+    loss.backward()
+    CASE.loss(model, rank).backward()
+
+
+@pytest.mark.parametrize("dies", [dies_before_forward, dies_in_forward, dies_in_backward])
+def test_the_others_learn_at_once_that_a_rank_died(
+    dies: Callable[[nn.Module, int], None], tmp_path: Path
+) -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = CASE.sharded(fully_shard)
+        CASE.loss(model, rank).backward()
+        start = time.monotonic()
+        try:
+            dies(model, rank)
+        except Exception as error:
+            told = f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}"
+            (tmp_path / f"rank-{rank}").write_text(told)
+            raise  # and leave, as a program would, so that no other rank waits for this one
+
+    with pytest.raises(RankError, match="A peer died"):
+        run_ranks(check, 3, timeout=60)
+    for rank in (0, 2):
+        seconds, message = (tmp_path / f"rank-{rank}").read_text().split("\n", 1)
+        assert float(seconds) < SOON_S, message
+        for words in (
+            "CollectiveTimeoutError: unit '",
+            f"over ranks [0, 1, 2] failed on rank {rank}",
+            "A peer died",
+        ):
+            assert words in message
+
+
+# ---------------------------------------------------------------- ranks that do not run the same
+
+
+class Experts(nn.Module):
+    """Experts of one shape, each a unit; `number` chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.experts[number](x)
+
+
+def test_ranks_that_run_different_units_are_told_which() -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = Experts()
+        for expert in model.experts:
+            fully_shard(expert)
+        fully_shard(model)
+        model(normal_batch(rank, 4, 7), rank)
+
+    first, second = errors_on_all_ranks(check, 2, CollectiveTimeoutError, "in another order", timeout=4)
+    assert "unit 'experts.0'" in first and "unit 'experts.1'" in second
+
+
+def test_a_rank_that_raised_leaves_a_named_error_on_the_others() -> None:
+    def check(rank: int, world_size: int) -> str:
+        model = CASE.sharded(fully_shard)
+        if rank == 0:
+            model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            CASE.loss(model, rank).backward()
+        except (ZeroDivisionError, CollectiveTimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    first, second = run_ranks(check, 2, timeout=4)
+    assert first.startswith("ZeroDivisionError")
+    assert second.startswith(
+        "CollectiveTimeoutError: unit 'layers.1': all_gather over ranks [0, 1] failed on rank 1"
+    )
+    assert "it raised an error of its own" in second
+
+
+# ---------------------------------------------------------------- plans that differ
+
+
+def sizes_differ(rank: int) -> nn.Module:
+    model = MLP(7, 13, 5, 3) if rank != 1 else MLP(7, 13, 6, 3)
+    fully_shard(model.layers[0])
+    return fully_shard(model)
+
+
+def layers_differ(rank: int) -> nn.Module:
+    model = MLP(7, 13, 5, 3) if rank != 1 else MLP(7, 13, 5, 3, 3)
+    return fully_shard(model)
+
+
+def dtypes_differ(rank: int) -> nn.Module:
+    model = MLP(7, 13, 5, 3)
+    if rank == 1:
+        model.layers[1].double()
+    return fully_shard(model)
+
+
+def units_differ(rank: int) -> nn.Module:
+    model = MLP(7, 13, 5, 3)
+    fully_shard(model.layers[0] if rank != 1 else model.layers[1])
+    return fully_shard(model)
+
+
+def compute_dtypes_differ(rank: int) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank == 1 else None)
+    return fully_shard(MLP(7, 13, 5, 3), mp_policy=policy)
+
+
+def reduce_dtypes_differ(rank: int) -> nn.Module:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if rank == 1 else None)
+    return fully_shard(MLP(7, 13, 5, 3), mp_policy=policy)
+
+
+def frozen_differ(rank: int) -> nn.Module:
+    """Layers of one shape, so that their gradients would be added to each other."""
+    model = fully_shard(MLP(7, 7, 7))
+    model.layers[rank % 2].requires_grad_(False)
+    return model
+
+
+DIFFERENCES: dict[Callable[[int], nn.Module], str] = {
+    sizes_differ: "layers.1.weight",
+    layers_differ: "layers.0.weight",  # its place: the rows are longer on one rank
+    dtypes_differ: "layers.0.weight",
+    units_differ: "layers.",
+    compute_dtypes_differ: "layers.0.weight",
+    reduce_dtypes_differ: "layers.0.weight",
+    frozen_differ: "layers.0.weight",
+}
+
+
+@pytest.mark.parametrize("build", DIFFERENCES)
+def test_plans_that_differ_are_an_error_on_every_rank(build: Callable[[int], nn.Module]) -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = build(rank)
+        model(normal_batch(rank, 4, 7)).square().mean().backward()
+
+    words = ("rank 1 planned other shards than rank 0", "First difference", DIFFERENCES[build], "same model")
+    errors_on_all_ranks(check, 3, PlanMismatchError, *words, timeout=10)
+
+
+def test_equal_plans_are_compared_once_and_train() -> None:
+    def check(rank: int, world_size: int) -> None:
+        asked = []
+
+        def count(*args: object, **options: object) -> None:
+            asked.append(args)
+            check_agreement(*args, **options)
+
+        shardkit.checks.check_agreement = count  # of this forked rank
+        model = CASE.sharded(fully_shard)
+        for _ in range(2):
+            model.zero_grad()
+            CASE.loss(model, rank).backward()
+        assert len(asked) == 1
+        assert_grads_equal(model, oracle_grads(CASE.build(), CASE.loss, world_size), world_size)
+
+    run_ranks(check, 2)
+
+
+# ---------------------------------------------------------------- a rank that never comes
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_comes_is_named(missing: int) -> None:
+    def check(rank: int, world_size: int) -> str:
+        shardkit.checks.check_agreement = partial(check_agreement, timeout=timedelta(seconds=1))
+        model = CASE.sharded(fully_shard)
+        if rank == missing:
+            return "stayed away"
+        with pytest.raises(PlanMismatchError) as caught:
+            CASE.loss(model, rank)
+        return str(caught.value)
+
+    messages = run_ranks(check, 3, timeout=20)
+    for rank in {0, 1, 2} - {missing}:
+        expected = "ranks [2] of [0, 1, 2] did not bring" if missing else "rank 0 did not compare the plans"
+        assert expected in messages[rank] and "every rank must run the same units" in messages[rank]
+
+
+# ---------------------------------------------------------------- replicas that differ
+
+
+def test_replicas_built_from_different_seeds_are_warned_of() -> None:
+    mesh_names = ("replicate", "shard")
+
+    def check(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=mesh_names)
+        torch.manual_seed(rank)
+        model = fully_shard(nn.Linear(7, 3), mesh)
+        with pytest.warns(UserWarning, match=r"replicas .* start from different weights.*Seed all ranks"):
+            model(normal_batch(rank, 4, 7))
+        model(normal_batch(rank, 4, 7)).mean().backward()
+
+    run_ranks(check, 2)
