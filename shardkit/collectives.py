@@ -157,6 +157,11 @@ def all_reduce(tensor: Tensor, route: Route, label: str, *, average: bool = Fals
     return Pending([work] if is_async and work is not None else [], "all_reduce", label, route)
 
 
+def num_scratch_rows(route: Route) -> int:
+    """Rows that a reduce-scatter over `route` allocates beside its output, for as long as it is under way."""
+    return 1 if _is_pairwise(route) and route.group.size() > 2 else 0
+
+
 def has_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the other ranks exist: those of a fake group, which plans and benchmarks use, do not."""
     return backend_name(group, device) != "fake"
@@ -200,27 +205,35 @@ def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]
 
 
 def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: str) -> Pending:
-    """Send every row to its owner at once; receive into two scratch rows in turn, adding one while the other
-    fills.
+    """Send every row to its owner at once; receive two at a time, adding one while the next arrives.
+
+    What is free serves as scratch: at first the output, then this rank's own row, which is never sent.
+
+    step        1        2         3          4         5
+    into        output   scratch   own row    scratch   own row
+    then adds   own row  scratch   own row    scratch   own row
     """
     group, tag = route.group, route.tag + 1  # a gather of the same bucket may be under way
     rank, size = group.rank(), group.size()
     if output.numel() == 0:
         return Pending([], "reduce_scatter", label, route)
-    scratch = [torch.empty_like(output) for _ in range(min(2, size - 1))]
+    own, scratch = rows[rank], output.new_empty(num_scratch_rows(route), output.numel())
+
+    def place(step: int) -> Tensor:
+        return scratch[0] if step % 2 == 0 else own if step > 1 else output
 
     def receive(step: int) -> dist.Work:
-        return group.recv([scratch[step % len(scratch)]], (rank - step) % size, tag)
+        return group.recv([place(step)], (rank - step) % size, tag)
 
-    receives = {step: receive(step) for step in range(1, len(scratch) + 1)}
+    receives = {step: receive(step) for step in range(1, min(3, size))}
     sends = [group.send([rows[(rank + step) % size]], (rank + step) % size, tag) for step in range(1, size)]
 
     def add_as_they_come() -> None:
         for step in range(1, size):
             receives.pop(step).wait()
-            torch.add(rows[rank] if step == 1 else output, scratch[step % len(scratch)], out=output)
-            if step + len(scratch) < size:
-                receives[step + len(scratch)] = receive(step + len(scratch))
+            output.add_(own if step == 1 else place(step))
+            if step + 2 < size:
+                receives[step + 2] = receive(step + 2)
         for send in sends:
             send.wait()
 

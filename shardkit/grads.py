@@ -99,9 +99,14 @@ class GradBuffer:
         return [views[piece] for piece in self._piece_of]
 
     def free(self) -> None:
-        """Give up the rows that were taken; the reduction has consumed them."""
-        if self._buffer is not None and self._rows is None:
+        """Give up the rows that were taken: the reduction has consumed them, or they live on as gradients."""
+        if self._rows is not None:
+            return
+        if self._buffer is not None and self._placed_in is self._buffer.flat:
             self._buffer.free()
+        else:  # not ours: what is cached must not keep them alive
+            self._placed_in, self._places, self._gaps = None, {}, []
+            self._tails = self._all_used = torch.empty(0)
 
     def drop(self) -> None:
         """Forget what was not reduced: the iteration failed."""

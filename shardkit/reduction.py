@@ -62,6 +62,7 @@ class Reduction:
             streams.wait(event)
             if self._division.before != 1:
                 self._rows.div_(self._division.before)
+            self._row: Tensor | None
             self._row, self._pending = self._reduce_scatter(self._rows)
             if streams.runs_ahead:
                 self._collect()
@@ -74,7 +75,7 @@ class Reduction:
             self.streams.wait(self._event)
         else:
             self._collect()
-        self._rows = None
+        self._rows = self._row = None
         self.bucket.grads.free()
 
     def drop(self) -> None:
@@ -116,6 +117,7 @@ class Reduction:
         if self._pending is not None:
             self._pending.wait()
         grads, streams, row = self.bucket.grads, self.streams, self._row
+        assert row is not None
         if grads.partial is not None:
             self._add_partial(row, grads.partial)
             grads.partial = None
@@ -229,9 +231,18 @@ class ReductionQueue:
 
     def add(self, reduction: Callable[[], Reduction]) -> None:
         """Start a reduction once fewer than `limit` are in flight."""
-        while len(self._in_flight) >= self.limit:
-            self._finish_oldest()
+        self.make_room()
         self._in_flight.append(reduction())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many are in flight as may be."""
+        return len(self._in_flight) >= self.limit
+
+    def make_room(self) -> None:
+        """Finish the oldest until another one may start."""
+        while self.is_full:
+            self._finish_oldest()
 
     def finish_of(self, bucket: Bucket) -> None:
         """Finish what is in flight of `bucket`, so that its gradients can gather anew."""

@@ -68,6 +68,11 @@ class ShardedParam:
         return places[name]
 
     @property
+    def has_grad(self) -> bool:
+        """Whether its gathered form has a gradient that nothing has taken yet."""
+        return self.unsharded is not None and self.unsharded.grad is not None
+
+    @property
     def unsharded_bytes(self) -> int:
         """Bytes of the gathered form on this rank, and of its gradient."""
         assert self.unsharded is not None

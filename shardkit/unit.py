@@ -3,6 +3,13 @@
 Level 11 of the data flow. A unit carries out what `hooks.py` triggers on its buckets: unshard, reshard,
 reduce. What
 units share lies in their tree: the forward order, the streams, the reductions in flight.
+
+[Note: rows of gradients]
+A unit's first gradient finds the rows of the unit before it on the wire. Both at once would be more memory
+than the gradients themselves, so there are no new rows before that reduction is over. On the CPU, where a
+reduction needs the host to go on, it is waited for then and there. Where it runs on a stream of its own,
+waiting would stall the computation: the gradients stay where autograd put them until the unit's backward is
+over.
 """
 
 from __future__ import annotations
@@ -152,6 +159,8 @@ class Unit:
         with torch.no_grad():
             for bucket in self.buckets:
                 self.tree.reductions.finish_of(bucket)
+                if bucket.grads.is_empty and any(param.has_grad for param in bucket.params):
+                    self.tree.reductions.make_room()
                 bucket.grads.sweep()
         if keep:
             self.watch_grads()
@@ -335,9 +344,14 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> GradH
         unit, bucket = unit_ref(), bucket_ref()
         if unit is None or bucket is None or param.grad is None:
             return
-        unit.tree.enter_backward()
+        tree = unit.tree
+        tree.enter_backward()
         unit.is_settled = False
-        unit.tree.reductions.finish_of(bucket)
+        tree.reductions.finish_of(bucket)
+        if bucket.grads.is_empty:
+            if tree.streams.runs_ahead and tree.reductions.is_full:
+                return  # see [Note: rows of gradients]
+            tree.reductions.make_room()
         grad, param.grad = param.grad, None
         with torch.no_grad():
             bucket.grads.add({index: grad})

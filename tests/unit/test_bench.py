@@ -99,6 +99,16 @@ def test_live_bytes_follow_storages_as_they_grow_shrink_and_go() -> None:
     assert live.peak_bytes == 4004
 
 
+def test_live_bytes_count_what_two_storages_share_once_and_meta_never() -> None:
+    with LiveBytes() as live:
+        kept = torch.ones(100)  # 400 bytes
+        alias = torch.from_dlpack(kept[50:])
+        assert alias.untyped_storage() is not kept.untyped_storage()
+        alias.add_(1.0)
+        torch.empty(1000, device="meta")
+    assert live.peak_bytes == 400
+
+
 def test_traffic_without_reshard_is_ddps_and_with_it_half_as_much_again() -> None:
     param_bytes = 6 * 4 * (2 * 256 * 1024 + 1024 + 256)
     kept, resharded = traffic.theory(False), traffic.theory(True)
