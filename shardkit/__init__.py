@@ -22,7 +22,7 @@ from shardkit.clip import clip_grad_norm_
 from shardkit.mesh import build_mesh
 from shardkit.module import FSDPModule, UnshardHandle
 from shardkit.placement import Blocks, RaggedShard
-from shardkit.ragged import RaggedTensor
+from shardkit.ragged import RaggedTensor, distribute_tensor, redistribute
 
 __all__ = [
     "AllGather",
@@ -41,7 +41,9 @@ __all__ = [
     "UnshardHandle",
     "build_mesh",
     "clip_grad_norm_",
+    "distribute_tensor",
     "fully_shard",
+    "redistribute",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -32,7 +32,7 @@ from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
 from shardkit.schedule import reshards_after_forward
-from shardkit.unit import Run, Unit
+from shardkit.unit import Run, Unit, watch_grads
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -181,7 +181,7 @@ def _complete_forward(unit: Unit) -> None:
     if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
         unit.reshard_after_forward()
     elif with_grad:
-        unit.watch_grads()
+        watch_grads(unit)
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
 

@@ -163,7 +163,7 @@ class Unit:
                     self.tree.reductions.make_room()
                 bucket.grads.sweep()
         if keep:
-            self.watch_grads()
+            watch_grads(self)
         if not self.settings.reshard_after_backward:
             self.is_pinned |= all(bucket.is_unsharded for bucket in self.buckets)
         elif not keep:
@@ -187,13 +187,6 @@ class Unit:
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     found.append(value)
         return found
-
-    def watch_grads(self) -> None:
-        """Notice gradients that come without a hook on an output, as they may while the unit is gathered."""
-        for bucket in self.buckets:
-            for tensor in bucket.gather.tensors:
-                if tensor.requires_grad and not has_grad_hooks(tensor):
-                    tensor.register_post_accumulate_grad_hook(_notice_hook(weakref.ref(self)))
 
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
@@ -299,6 +292,14 @@ class Tree:
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
+
+
+def watch_grads(unit: Unit) -> None:
+    """Notice gradients that come without a hook on an output, as they may while the unit is gathered."""
+    for bucket in unit.buckets:
+        for tensor in bucket.gather.tensors:
+            if tensor.requires_grad and not has_grad_hooks(tensor):
+                tensor.register_post_accumulate_grad_hook(_notice_hook(weakref.ref(unit)))
 
 
 def managed_params() -> dict[int, str]:
