@@ -118,7 +118,7 @@ class GradBuffer:
         trainable = tuple(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
         if self.layout is None or trainable != self.trainable:
             self.trainable, self._buffer, self._places = trainable, None, {}
-            self.layout = reduce_layout(self.spec.layout, trainable, 2 * len(trainable))
+            self.layout = reduce_layout(self.spec.layout, trainable)
             self._row_pieces, self._piece_of = _pieces_of_row(self.layout)
             slots = zip(trainable, self.layout.slots, strict=True)
             self._segments_of = {index: slot.segments for index, slot in slots}

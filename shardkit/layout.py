@@ -212,8 +212,9 @@ def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, ta
     )
 
 
-def reduce_layout(layout: Layout, indices: Sequence[int], tail_numel: int) -> Layout:
-    """The rows that reduce the gradients of some of a layout's parameters, with a tail behind each row."""
+def reduce_layout(layout: Layout, indices: Sequence[int]) -> Layout:
+    """The rows that reduce the gradients of some of a layout's parameters, two flags each at their ends."""
+    tail_numel = 2 * len(indices)
     if isinstance(layout.source, RaggedSource):
         return ragged_layout(layout.source, layout.rank, indices, tail_numel=tail_numel)
     shapes = [layout.source[index] for index in indices]

@@ -6,6 +6,7 @@ every rule can be tested without processes, and the runtime cannot do anything t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -72,46 +73,147 @@ def grads_to_sweep(grad_bytes: Sequence[int], budget_bytes: int = 256 * 1024) ->
 
 
 @dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """What one unit may hold on one rank, in bytes."""
+class BucketBytes:
+    """What one bucket holds on one rank at one time or another, in bytes of the device that computes."""
 
-    shard: int  # its shard of the parameters
-    transit: int  # the gathered buffer, where parameters must be copied out of it; 0 where they live in it
+    shard: int  # its part of the parameters, at rest
+    transit: int  # the gathered rows, where parameters are copied out of them; 0 where they live in them
     unsharded: int  # the parameters as compute sees them
-    reduce: int  # the buffer that a reduce-scatter consumes
-    reduce_scratch: int  # what the reduction receives into
-    reduced: int  # the gradients of the shard, in the reduce dtype
-    grad: int  # the gradients of the shard, in the parameter's dtype
-    largest_grad: int  # one unsharded gradient on its way into the reduce buffer
-    kept: bool  # stays gathered from forward to backward
+    rows: int = 0  # what the reduction consumes, from the first gradient on; 0 where nothing trains
+    row: int = 0  # what it receives; 0 where this rank's rows are all there is
+    scratch: int = 0  # what else it allocates
+    grad: int = 0  # the gradients at rest
+    casts: bool = False  # the gradients are a copy of the row in another dtype, not the row itself
 
 
-def predicted_peak_bytes(units: Sequence[UnitBytes]) -> int:
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """The buckets of one unit, and how the unit behaves.
+
+    Units are listed as their forwards end: what lies inside a unit comes right before it.
+    """
+
+    buckets: tuple[BucketBytes, ...]
+    loose: int = 0  # gradients that autograd has made and that wait, together, to be written into the rows
+    kept: int = 0  # of the gathered bytes, what stays from forward to backward
+    num_inner: int = 0  # units before it that lie inside it, at any depth
+
+    @property
+    def unsharded(self) -> int:
+        """The parameters of all buckets as compute sees them."""
+        return sum(bucket.unsharded for bucket in self.buckets)
+
+
+def peak_bytes(units: Sequence[UnitBytes], *, max_reductions: int = 1) -> int:
     """The most bytes of parameters and gradients alive at once in a forward and backward from no gradients.
 
-    Units run in order, then in reverse, gathering one ahead in backward; at most one reduction is in flight.
-    Activations and optimizer state are the caller's.
+    Units run once each in their order, backward gathers one ahead. Activations and optimizer state are the
+    caller's; so is what an operator allocates inside itself.
+
+    two units in a root of nothing, over 4 ranks: parameters 4, shard 1, rows 4, row 1, largest gradient 2
+
+    forward   gather 0 and free it, gather 1 and free it              2 + transit 4 + unsharded 4     = 10
+    backward  gather 1, start to gather 0                             2 + unsharded 4 + transit 4     = 10
+              a gradient of 1, then its rows                                                  + 2 + 4 = 16
+              free 1, reduce it                                       2 + transit 4 + rows 4 + row 1  = 11
+              the gather of 0 completes                                                           + 4 = 15
+              a gradient of 0, while 1 is being reduced, then its rows instead         2 + 4 + 5 + 2  = 13
     """
-    shards = sum(unit.shard for unit in units)
-    kept = sum(unit.unsharded for unit in units if unit.kept)
-    peak, grads = shards, 0
-    gathered = 0  # kept units gathered so far
-    for unit in units:
-        peak = max(peak, shards + gathered + unit.transit + unit.unsharded)
-        gathered += unit.unsharded if unit.kept else 0
-    in_flight = 0  # the previous unit's reduction
-    for index in range(len(units) - 1, -1, -1):
-        unit = units[index]
-        ahead = units[index - 1] if index else None
-        own = 0 if unit.kept else unit.unsharded
-        prefetched = 0 if ahead is None or ahead.kept else max(ahead.transit, ahead.unsharded)
-        gathering = 0 if unit.kept else unit.transit + unit.unsharded
-        computing = own + prefetched + unit.reduce + unit.largest_grad
-        peak = max(peak, shards + kept + grads + in_flight + max(gathering, computing))
-        kept -= unit.unsharded if unit.kept else 0
-        peak = max(
-            peak, shards + kept + grads + prefetched + unit.reduce + unit.reduce_scratch + unit.reduced
-        )
-        in_flight = unit.reduce + unit.reduce_scratch + unit.reduced
-        grads += unit.grad
-    return peak
+    step = _Step(units, max_reductions)
+    step.take(sum(bucket.shard for unit in units for bucket in unit.buckets))
+    roots = step.children(len(units), len(units))
+    for root in roots:
+        step.forward(root)
+    for root in reversed(roots):
+        step.backward(root)
+    step.finish_reductions(limit=1)
+    return step.peak
+
+
+class _Step:
+    """The bytes alive in one forward and backward, as they come and go."""
+
+    def __init__(self, units: Sequence[UnitBytes], max_reductions: int) -> None:
+        self._units, self._max_reductions = units, max_reductions
+        self._started: set[int] = set()  # gathers under way
+        self._reducing: deque[BucketBytes] = deque()
+        self._live = self.peak = 0
+
+    def take(self, *nbytes: int) -> None:
+        """Bytes are allocated."""
+        self._live += sum(nbytes)
+        self.peak = max(self.peak, self._live)
+
+    def give(self, *nbytes: int) -> None:
+        """Bytes are freed."""
+        self._live -= sum(nbytes)
+
+    def children(self, end: int, num_inner: int) -> list[int]:
+        """The outermost of the `num_inner` units before `end`, in forward order."""
+        found, start = [], end - num_inner
+        while end > start:
+            found.append(end - 1)
+            end -= 1 + self._units[end - 1].num_inner
+        return found[::-1]
+
+    def forward(self, index: int) -> None:
+        """Gather, run what lies inside, free."""
+        unit = self._units[index]
+        self._gather(index)
+        for inner in self.children(index, unit.num_inner):
+            self.forward(inner)
+        if unit.kept < unit.unsharded:
+            if unit.kept:  # a piece of the rows, which are put together again where they are not there
+                transit = sum(bucket.transit for bucket in unit.buckets)
+                self.take(unit.kept, transit)
+                self.give(transit)
+            self.give(unit.unsharded)
+
+    def backward(self, index: int) -> None:
+        """Gather, gather one ahead, take the gradients of what lies inside and its own, free, reduce."""
+        unit = self._units[index]
+        if unit.kept < unit.unsharded:
+            self._gather(index)
+            self.give(unit.kept)
+        if index > 0 and self._units[index - 1].kept < self._units[index - 1].unsharded:
+            self._start_gather(index - 1)
+        self.take(unit.loose)
+        if any(bucket.rows for bucket in unit.buckets):
+            self.finish_reductions(self._max_reductions)
+            self.take(*(bucket.rows for bucket in unit.buckets))
+        if unit.num_inner:  # its first gradients came before those of what lies inside, the last come after
+            self.give(unit.loose)
+            for inner in reversed(self.children(index, unit.num_inner)):
+                self.backward(inner)
+            self.take(unit.loose)
+        self.give(unit.loose, unit.unsharded)
+        for bucket in unit.buckets:
+            if bucket.rows:
+                self.finish_reductions(self._max_reductions)
+                self.take(bucket.row, bucket.scratch)
+                self._reducing.append(bucket)
+
+    def finish_reductions(self, limit: int) -> None:
+        """Finish the oldest reductions until fewer than `limit` are in flight."""
+        while len(self._reducing) >= limit:
+            bucket = self._reducing.popleft()
+            self.give(bucket.scratch)
+            if bucket.casts:
+                self.take(bucket.grad)
+                self.give(bucket.rows, bucket.row)
+            else:
+                self.give(bucket.rows, bucket.row)
+                self.take(bucket.grad)
+
+    def _start_gather(self, index: int) -> None:
+        self._started.add(index)
+        self.take(*(bucket.transit or bucket.unsharded for bucket in self._units[index].buckets))
+
+    def _gather(self, index: int) -> None:
+        if index not in self._started:
+            self._start_gather(index)
+        self._started.remove(index)
+        for bucket in self._units[index].buckets:
+            if bucket.transit:
+                self.take(bucket.unsharded)
+                self.give(bucket.transit)
