@@ -19,7 +19,6 @@ other, but neither reshards nor enters the order: its backward follows at once.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,7 @@ from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
 from shardkit.schedule import reshards_after_forward
-from shardkit.unit import Run, Unit, watch_grads
+from shardkit.unit import Unit, watch_grads
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -158,7 +157,7 @@ def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
         )
     tree.forward_root = unit
     for other in tree.units:
-        other.reshard_if_spent()
+        other.begin_iteration()
     tree.reductions.check_use()
     check_all_managed(tree)
     check_ranks_agree(tree)
@@ -222,10 +221,8 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
     if not torch.is_grad_enabled():
         return
 
-    run = Run(unit)
-
     def hook(grad: Tensor) -> Tensor:
-        return pre_backward(run.unit, grad)
+        return pre_backward(unit, grad)
 
     for tensor in find_tensors(output):
         if tensor.requires_grad:
@@ -236,4 +233,3 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
             _hooked[value] = True
             value.register_hook(hook)
             unit.expects_backward = True
-    unit.runs.append(weakref.ref(run))

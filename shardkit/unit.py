@@ -46,15 +46,6 @@ class UnitSettings:
     backward_prefetch: list[Unit] = field(default_factory=list)
 
 
-class Run:
-    """One forward of a unit: held by its autograd hooks alone, so it lives as long as a backward may come."""
-
-    __slots__ = ("__weakref__", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-
 class Unit:
     """The parameters of one `fully_shard` call and their buckets."""
 
@@ -76,7 +67,6 @@ class Unit:
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
         self.expects_backward = False  # an output of this forward requires a gradient
-        self.runs: list[weakref.ref[Run]] = []  # forwards whose graph may be alive
         self.is_pinned = False  # the user called unshard(), or wants it kept after backward
         self.in_backward = False  # between pre_backward and post_backward
         self.is_settled = True  # the running backward has left nothing to take, reshard or reduce
@@ -131,10 +121,13 @@ class Unit:
         for bucket in self.buckets:
             bucket.reshard(self.tree.streams)
 
-    def reshard_if_spent(self) -> None:
-        """Reshard what an earlier forward left gathered for a backward that can no longer come."""
-        self.runs = [run for run in self.runs if run() is not None]
-        if not self.runs and not self.is_pinned:
+    def begin_iteration(self) -> None:
+        """Reshard what only the root's rule kept gathered: its shards may have changed since.
+
+        Decided by the settings alone, so that all ranks gather alike; a graph that is still to go backward
+        finds its parameters again, as they are gathered into the same bytes.
+        """
+        if self.settings.reshard_after_forward is None and not self.is_pinned:
             self.reshard()
 
     def reshard_after_forward(self) -> None:

@@ -91,8 +91,8 @@ def run_step(schedule: object, mesh: DeviceMesh, data_rank: int, layout: Layout)
     schedule.step(*inputs, target=target)
 
 
-# Zero-bubble schedules ask autograd for the gradients of `stage.parameters()` between forward and backward, so
-# these must be the gathered ones: they need reshard_after_forward=False, as with torch.
+# Zero-bubble schedules ask autograd for the gradients of `stage.parameters()` between forward and backward,
+# so these must be the gathered ones: they need reshard_after_forward=False, as with torch.
 RUNS = [(name, False) for name in LAYOUTS] + [("1f1b", True), ("interleaved", True)]
 
 

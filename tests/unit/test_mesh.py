@@ -126,9 +126,7 @@ def test_sizes_that_do_not_multiply_to_the_world_are_refused(
 def test_no_process_group_and_no_launcher_says_how_to_start(make: object) -> None:
     with (
         mock.patch.dict(os.environ, {"RANK": "0"}, clear=True),
-        pytest.raises(
-            ValueError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set .* with torchrun"
-        ),
+        pytest.raises(ValueError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set .* with torchrun"),
     ):
         make()  # type: ignore[operator]
 
