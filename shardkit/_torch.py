@@ -163,9 +163,7 @@ def cuts_dim(placement: Placement, dim: int) -> bool:
 
 
 def make_strided_shard(dim: int, split_factor: int) -> Placement:
-    """Data-parallel rows of a tensor whose same dim tensor parallelism has cut first: only torch's class says
-    it.
-    """
+    """Data-parallel rows of a dim that tensor parallelism has cut first: only torch's class says it."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -245,9 +243,7 @@ def register_foreach_type(cls: type[DTensor]) -> None:
 
 
 def param_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict in which a module keeps its parameters; `setattr` costs 20 times as much, for every swap of
-    every step.
-    """
+    """The dict in which a module keeps its parameters; `setattr` costs 20 times as much for every swap."""
     return module._parameters
 
 
@@ -329,9 +325,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of `fn`, importing it at the first call: `torch.compiler.disable` imports it at
-    once.
-    """
+    """Keep torch.compile out of `fn`; unlike `torch.compiler.disable`, import it at the first call."""
     return _disable_dynamo(fn)
 
 

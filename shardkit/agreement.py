@@ -72,9 +72,7 @@ def check_agreement(
 
 
 def _judge(store: Store, question: str, ranks: list[int], timeout: timedelta) -> dict[str, object]:
-    """The verdict: {missing: ranks, other: a rank that differs from the first or None, index: of the first
-    difference}.
-    """
+    """{missing: ranks, other: a rank that differs from the first or None, index: of the first difference}."""
     missing: list[int] = []
     answers: dict[int, list[Any]] = {}
     for rank in ranks:

@@ -101,9 +101,7 @@ class _StateGetter(Protocol):
 
 
 def _state(module: nn.Module) -> UnitState | None:
-    """The state of a sharded module (`.unit` has its settings and buckets), under the names that torch's code
-    uses.
-    """
+    """The state of a sharded module, under the names that torch uses; `.unit` has settings and buckets."""
     unit = unit_of(module)
     return None if unit is None else UnitState(unit)
 

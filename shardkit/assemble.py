@@ -1,6 +1,6 @@
 """From parameter specs to buckets: who travels together, where the planner puts them, on which routes.
 
-Level 9 of the data flow. Parameters that share groups, layout, dtype and device make one bucket; ragged ones
+Level 12 of the data flow. Parameters that share groups, layout, dtype and device make one bucket; ragged ones
 are planned once, when the unit is made, and stay where they are whatever is cast or frozen later.
 """
 

@@ -1,6 +1,6 @@
 """Bucket: the parameters of a unit that travel in one collective, and which of their two forms is registered.
 
-Level 10 of the data flow. Where it stands is read from facts: which tensor a module holds, whether a gather
+Level 11 of the data flow. Where it stands is read from facts: which tensor a module holds, whether a gather
 is under way, what the version counters of the shards say. *When* to gather is decided elsewhere
 (`schedule.py`, `hooks.py`).
 """

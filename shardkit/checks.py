@@ -62,6 +62,9 @@ def check_ranks_agree(tree: Tree) -> None:
     buckets = [bucket for unit in tree.units for bucket in unit.buckets]
     model = f"model {type(tree.root.modules[0]).__name__!r}"
     lines = [f"{bucket.label}: {line}" for bucket in buckets for line in _describe(bucket)]
+    lines += [
+        f"unit {u.name!r}: reshard_after_forward={u.settings.reshard_after_forward}" for u in tree.units
+    ]
     device = tree.root.policy.device
     replicas = _with_peers([bucket.spec.axes.replicate_group for bucket in buckets], device)
     for group in _with_peers([bucket.spec.axes.shard_group for bucket in buckets], device) + replicas:

@@ -1,11 +1,10 @@
 """RowGather: one bucket's rows on the wire, and the gathered bytes they become.
 
-Level 9 of the data flow: holds and moves. It has at most one gather under way; which parameter is registered,
-and when anything happens, is not its business.
+Level 10 of the data flow: holds and moves. It has at most one gather under way; which parameter is
+registered, and when anything happens, is not its business.
 
     shard (at rest)  --cast, copy-->  own row  --all_gather-->  rows  --copy out-->  unsharded parameters
-                     (only if they differ)            (in place for ragged layouts: rows and parameters are
-                     one)
+                     (only if they differ)            (in place for ragged layouts: the rows are the parameters)
 """
 
 from __future__ import annotations

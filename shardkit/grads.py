@@ -1,11 +1,10 @@
 """GradBuffer: unsharded gradients on their way into one reduction.
 
-Level 8 of the data flow: holds. Every gradient is written once into the rows that a reduce-scatter will
-consume, with
-the cast to the reduce dtype, and is freed: a large one as soon as autograd has it, small ones together when
-the unit's backward is over. Without gradient sync the rows simply stay, and the next micro-batch adds to them
-in the reduce dtype. Behind each row is a tail of flags, summed by the same reduction, that tells every rank
-which parameters were used somewhere and which were not.
+Level 10 of the data flow: holds. Every gradient is written once into the rows that a reduce-scatter will
+consume, with the cast to the reduce dtype, and is freed: a large one as soon as autograd has it, small ones
+together when the unit's backward is over. Without gradient sync the rows simply stay, and the next
+micro-batch adds to them in the reduce dtype. Behind each row is a tail of flags, summed by the same
+reduction, that tells every rank which parameters were used somewhere and which were not.
 
     row of rank r   | its chunk of every trainable parameter | used: 1 1 0 | unused: 0 0 1 |
 

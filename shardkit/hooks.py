@@ -1,6 +1,6 @@
 """What triggers a unit: module hooks around forward, autograd hooks around backward.
 
-Level 11 of the data flow. Every subtlety of autograd and nn.Module is on this page; what is then done is in
+Level 14 of the data flow. Every subtlety of autograd and nn.Module is on this page; what is then done is in
 `unit.py`, and when, in `schedule.py`.
 
     pre_forward    gather, wait, prefetch what the user listed; a node on the inputs will call post_backward
@@ -13,8 +13,7 @@ Level 11 of the data flow. Every subtlety of autograd and nn.Module is on this p
 Activation checkpointing runs forward again inside backward. If the unit's backward has begun (non-reentrant,
 the graph of the first forward lives on), the recomputed forward only needs the parameters gathered. If it has
 not (reentrant, the first forward ran without grad), it builds the graph that backward will use, so it gets
-hooks like any
-other, but neither reshards nor enters the order: its backward follows at once.
+hooks like any other, but neither reshards nor enters the order: its backward follows at once.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def install_hooks(unit: Unit) -> None:
     for module in unit.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
-        module.register_forward_hook(
-            after_all, always_call=True
-        )  # an exception too must not leave it entered
+        module.register_forward_hook(after_all, always_call=True)  # no exception leaves it entered
 
 
 @without_dynamo

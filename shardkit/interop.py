@@ -24,9 +24,7 @@ class UnitState(State):
         return [UnitState(unit) for unit in self.unit.tree.units]
 
     def post_backward(self) -> None:
-        """Reduce and reshard the unit (`param_group.post_backward()`). Collective over the data-parallel
-        axes.
-        """
+        """Reduce and reshard the unit (`param_group.post_backward()`). Collective over the mesh."""
         self.unit.post_backward()
 
     def _root_post_backward_final_callback(self) -> None:

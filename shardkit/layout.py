@@ -1,5 +1,4 @@
-"""Where every parameter of a bucket lies: in a rank's shard, in the gathered buffer, and in the reduce
-buffer.
+"""Where every parameter of a bucket lies: in a shard, in the gathered buffer, in the reduce buffer.
 
 Level 4 of the data flow: pure. Takes shapes and a number of ranks; gives a `Layout` that buffers make views
 of. A buffer is rows, one a rank; a row is what that rank sends to a gather or receives from a reduction.
@@ -77,9 +76,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place. Offsets are elements: `shard_offset` in this rank's row, the other in the
-    unsharded buffer.
-    """
+    """One parameter's place: elements from the start of this rank's row, and of the unsharded buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -316,9 +313,7 @@ def _gaps_of_short_chunks(param: ShardedShape, num_ranks: int, row_numel: int, o
 
 
 def _ragged_segments(start: int, numel: int, shard_numel: int, row_numel: int) -> tuple[Segment, ...]:
-    """Elements [start, start + numel) of the rows without tails: a part of a row, whole rows, a part of a
-    row.
-    """
+    """Elements [start, start + numel) of rows without tails: part of a row, whole rows, part of a row."""
     segments = []
     done = 0
     while done < numel:

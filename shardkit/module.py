@@ -73,9 +73,7 @@ class FSDPModule(TorchFSDPModule):
         self._unit.tree.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the step's last; before it, reductions are not waited for. For the
-        whole tree.
-        """
+        """Whether the next backward is the step's last, which waits for reductions. For the whole tree."""
         self._unit.tree.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -84,9 +82,7 @@ class FSDPModule(TorchFSDPModule):
             unit.settings.gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether HSDP sums over the replicas too; without, sharded partial sums accumulate in the reduce
-        dtype.
-        """
+        """Whether HSDP sums over the replicas too; else partial sums accumulate in the reduce dtype."""
         for unit in self._units(recurse):
             unit.settings.reduce.all_reduce = requires_all_reduce
 
@@ -110,15 +106,11 @@ class FSDPModule(TorchFSDPModule):
         self._unit.settings.forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Gather these modules, instead of the one that ran before, as soon as this one has been gathered in
-        backward.
-        """
+        """Gather these modules, not the one that ran before, once this one is gathered in backward."""
         self._unit.settings.backward_prefetch = _units_of(modules)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Let `comm` allocate the gathered rows and gather them. Parameters are then copied out of its
-        buffer.
-        """
+        """Let `comm` allocate the gathered rows and gather them; parameters are copied out of its buffer."""
         for bucket in self._single_bucket_unit("set_custom_all_gather").buckets:
             bucket.gather.comm = comm
 
@@ -147,9 +139,7 @@ class FSDPModule(TorchFSDPModule):
         unit.settings.reduce.hook, unit.settings.reduce.hook_stream = hook, stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next iteration's gathers wait for `event` instead of all that the current stream was given.
-        Used once.
-        """
+        """Let the next iteration's gathers wait for `event`, once, and not for all of the current stream."""
         self._unit.tree.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -157,9 +147,7 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by `factor` instead of the number of data-parallel ranks. Any backend and
-        mesh.
-        """
+        """Divide summed gradients by `factor`, not the number of ranks; on any backend and mesh."""
         self._unit.settings.reduce.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -174,9 +162,7 @@ class FSDPModule(TorchFSDPModule):
             unit.settings.reduce.fill_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight in the tree at once; each holds its unit's unsharded
-        gradients.
-        """
+        """How many reductions may be in flight in the tree; each holds its unit's unsharded gradients."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}. Pass a number of "
@@ -236,9 +222,7 @@ class FSDPModule(TorchFSDPModule):
         self._set_comms("set_symm_mem_for_comm", symmetric_memory_comms)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's. Between forward and backward gathered parameters are registered; the gradients are
-        the shards'.
-        """
+        """As nn.Module's, on the shards, also while gathered parameters are registered in their place."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for param in [param.sharded for unit in self._units(True) for param in unit.params]:
             if set_to_none:

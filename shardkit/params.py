@@ -108,9 +108,7 @@ def modules_of_unit(
 
 
 def remember_original(param: Tensor, name: str) -> None:
-    """Note that `param` has been sharded, so that a unit that meets it elsewhere, tied, can say who manages
-    it.
-    """
+    """Note that `param` has been sharded, so that a unit that meets it, tied, can say who manages it."""
     _manager_of[param] = name
 
 

@@ -1,9 +1,8 @@
 """Reduction: one bucket's gradients on the wire, and what becomes of them.
 
-Level 9 of the data flow: moves. Takes the rows of a `GradBuffer`; gives `.grad` on the sharded parameters.
+Level 11 of the data flow: moves. Takes the rows of a `GradBuffer`; gives `.grad` on the sharded parameters.
 
     rows --divide--> reduce_scatter --> row --all_reduce over replicas--> divide --> flags --cast--> .grad
-    (+=), hooks
 
 On CUDA all of it is put on streams at once and the rows are held until it has passed; on the CPU the second
 half runs when the reduction is waited for.
@@ -183,10 +182,12 @@ class Reduction:
         row = row.to(spec.dtype)
         offloads = spec.shard_device != row.device
         hooked = []
-        pieces = zip(self._trainable, self.bucket.grads.split_row(row), used, strict=True)
-        for param, local in (
-            (self.bucket.params[index], local) for index, local, is_used in pieces if is_used
+        for index, local, is_used in zip(
+            self._trainable, self.bucket.grads.split_row(row), used, strict=True
         ):
+            if not is_used:
+                continue
+            param = self.bucket.params[index]
             grad = param.sharding.wrap_sharded(self._offload(param, local) if offloads else local)
             if has_grad_hooks(param.sharded):
                 grad = run_grad_hooks(param.sharded, grad)

@@ -1,8 +1,7 @@
 """Unit: the module(s) of one `fully_shard` call. Tree: the units below one root, and the iteration they run.
 
-Level 11 of the data flow. A unit carries out what `hooks.py` triggers on its buckets: unshard, reshard,
-reduce. What
-units share lies in their tree: the forward order, the streams, the reductions in flight.
+Level 12 of the data flow. A unit carries out what `hooks.py` triggers on its buckets: unshard, reshard,
+reduce. What units share lies in their tree: the forward order, the streams, the reductions in flight.
 
 [Note: rows of gradients]
 A unit's first gradient finds the rows of the unit before it on the wire. Both at once would be more memory
@@ -267,9 +266,10 @@ class Tree:
             unit.modules_to_run.clear()
             if not unit.is_settled:
                 unit.post_backward(keep=self.keeps_gathered)
+        if self.is_last_backward or not self.streams.runs_ahead:  # else .grad would be set a backward late
+            self.reductions.finish_all()
         if not self.is_last_backward:
             return
-        self.reductions.finish_all()
         self.order.clear()
         for unit in self.units:
             for bucket in unit.buckets:
