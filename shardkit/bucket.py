@@ -59,11 +59,16 @@ class Bucket:
         first = self.params[0]
         return first.unsharded is not None and first.registered is first.unsharded
 
-    def start_unshard(self, streams: Streams) -> None:
+    def start_unshard(self, streams: Streams, *, in_backward: bool = False) -> None:
         """Start to gather, unless what is gathered, or on its way, is what the shards are now.
 
         Collective over the shard axis (over `gather.small_group` after `reshard_to`).
+
+        Args:
+            in_backward: shards that are gathered, or on their way, cannot have changed since.
         """
+        if in_backward and (self.gather.is_pending or self.is_unsharded):
+            return
         values = self._values()
         if self.gather.is_pending:
             if self._gathering == values:

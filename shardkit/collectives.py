@@ -1,5 +1,4 @@
-"""all_gather, reduce_scatter and all_reduce over the rows of a buffer; every byte that shardkit sends passes
-here.
+"""Collectives over the rows of a buffer; every byte that shardkit sends passes here.
 
 Level 5 of the data flow: moves. Takes flat tensors and a `Route`; gives a `Pending`, whose `wait` names the
 unit and the ranks when a peer does not come. It counts what it sends (`count_traffic`).

@@ -4,7 +4,7 @@ Level 10 of the data flow: holds and moves. It has at most one gather under way;
 registered, and when anything happens, is not its business.
 
     shard (at rest)  --cast, copy-->  own row  --all_gather-->  rows  --copy out-->  unsharded parameters
-                     (only if they differ)            (in place for ragged layouts: the rows are the parameters)
+                     (only if they differ)         (in place for ragged layouts: rows are the parameters)
 """
 
 from __future__ import annotations

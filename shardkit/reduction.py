@@ -153,7 +153,8 @@ class Reduction:
         num = len(self._trainable)
         if self._options.fill_unused:
             return [True] * num
-        flags = row[self._layout.row_numel - self._layout.tail_numel :][: 2 * num].real
+        flags = row.narrow(0, self._layout.row_numel - self._layout.tail_numel, 2 * num)
+        flags = flags.real if flags.is_complex() else flags
         if self.streams.runs_ahead and self._used_all:
             flags = flags.to("cpu", non_blocking=True)
             self._flags = (self.streams.mark(), flags)

@@ -101,13 +101,14 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""
-        if not self.tree.awaits_callback:  # nobody replaces parameters during a backward
+        in_backward = self.tree.awaits_callback
+        if not in_backward:  # nobody replaces parameters during a backward
             self.adopt()
         if not self._is_checked:
             check_devices(self.name, self.params, self.policy)
             self._is_checked = True
         for bucket in self.buckets:
-            bucket.start_unshard(self.tree.streams)
+            bucket.start_unshard(self.tree.streams, in_backward=in_backward)
 
     def wait_for_unshard(self) -> None:
         """Wait for the gathers and register the gathered parameters."""
