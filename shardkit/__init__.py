@@ -23,6 +23,7 @@ from shardkit.mesh import build_mesh
 from shardkit.module import FSDPModule, UnshardHandle
 from shardkit.placement import Blocks, RaggedShard
 from shardkit.ragged import RaggedTensor, distribute_tensor, redistribute
+from shardkit.report import model_plan, predicted_peak_bytes
 
 __all__ = [
     "AllGather",
@@ -43,6 +44,8 @@ __all__ = [
     "clip_grad_norm_",
     "distribute_tensor",
     "fully_shard",
+    "model_plan",
+    "predicted_peak_bytes",
     "redistribute",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardkit.report import predicted_peak_bytes
 from tests.bench.implementations import SHARDED, WRAPS
 from tests.bench.table import Bar, Row, Samples, compare
 from tests.support.ranks import run_ranks
@@ -62,7 +63,7 @@ def highest_of_ranks(implementation: str, shard_size: int) -> dict[str, int]:
 def peak_bytes(rank: int, world_size: int, implementation: str, shard_size: int) -> dict[str, int]:
     """The peak within the last step, of which the earlier ones left nothing behind but the shards.
 
-    A prediction that the model makes of itself joins the result as a row of its own.
+    What shardkit predicts for the model joins the result as a row of its own.
     """
     units = [nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)) for _ in range(NUM_UNITS)]
     mesh = init_device_mesh(
@@ -77,7 +78,10 @@ def peak_bytes(rank: int, world_size: int, implementation: str, shard_size: int)
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return {implementation: live.peak_bytes}
+    peaks = {implementation: live.peak_bytes}
+    if implementation.startswith("shardkit"):
+        peaks[implementation.replace("shardkit", "predicted")] = predicted_peak_bytes(model)
+    return peaks
 
 
 class LiveBytes(TorchDispatchMode):
