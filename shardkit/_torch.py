@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -247,9 +247,9 @@ def param_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def num_attributes(module: nn.Module) -> int:
-    """How many parameters and children a module has: cheap enough to ask in every forward."""
-    return len(module._parameters) + len(module._modules)
+def attributes_key(module: nn.Module) -> int:
+    """A number that differs when parameters or children were added or replaced; asked in every forward."""
+    return hash((*map(id, module._modules.values()), *module._parameters))
 
 
 def is_replicated_module(module: nn.Module) -> bool:
@@ -317,6 +317,15 @@ def serve_cpu_shards(mesh: DeviceMesh) -> None:
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread: then a forward is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Run what is inside on plain tensors while torch.func transforms the module around it."""
+    active = torch._C._are_functorch_transforms_active()
+    return torch._C._DisableFuncTorch() if active else _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

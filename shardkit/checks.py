@@ -1,6 +1,6 @@
 """What is checked when an iteration begins: all parameters managed, all ranks agreed, all replicas equal.
 
-Level 12 of the data flow. The first costs a count of attributes a forward, the others are asked once.
+Level 12 of the data flow. The first costs a look at every module a forward, the others are asked once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import num_attributes
+from shardkit._torch import attributes_key
 from shardkit.agreement import check_agreement
 from shardkit.bucket import Bucket
 from shardkit.collectives import has_peers
 from shardkit.errors import PlanMismatchError
 from shardkit.unit import Tree
 
-_checked_size: weakref.WeakKeyDictionary[Tree, int] = weakref.WeakKeyDictionary()
+_checked_key: weakref.WeakKeyDictionary[Tree, int] = weakref.WeakKeyDictionary()
 _agreed: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
@@ -30,8 +30,8 @@ def check_all_managed(tree: Tree) -> None:
     Raises:
         ValueError: there is one, and it was not in `ignored_params`.
     """
-    size = sum(num_attributes(module) for unit in tree.units for _, module in unit.managed)
-    if size == _checked_size.get(tree):
+    key = hash(tuple(attributes_key(module) for unit in tree.units for _, module in unit.managed))
+    if key == _checked_key.get(tree):
         return
     params = [param for unit in tree.units for param in unit.params]
     managed = {id(form) for param in params for form in (param.sharded, param.unsharded)}
@@ -45,7 +45,7 @@ def check_all_managed(tree: Tree) -> None:
                     "would differ on every rank. Add it before, call fully_shard on its module, or name it "
                     "in ignored_params and reduce it yourself."
                 )
-    _checked_size[tree] = size
+    _checked_key[tree] = key
 
 
 def check_ranks_agree(tree: Tree) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import in_backward, without_dynamo
+from shardkit._torch import in_backward, outside_transforms, without_dynamo
 from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
@@ -68,8 +68,9 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         args = cast_floating(args, precision.param_dtype)  # type: ignore[assignment]
         kwargs = cast_floating(kwargs, precision.param_dtype)  # type: ignore[assignment]
-    unit.unshard()
-    unit.wait_for_unshard()
+    with outside_transforms():
+        unit.unshard()
+        unit.wait_for_unshard()
     if first:
         for other in unit.settings.forward_prefetch:
             other.unshard()
@@ -107,35 +108,46 @@ def pre_backward(unit: Unit, grad: Tensor) -> Tensor:
     if unit.in_backward:
         return grad
     unit.in_backward, unit.is_settled = True, False
-    if unit.settings.unshard_in_backward:
-        unit.unshard()
-        unit.wait_for_unshard()
     following = tree.order.prefetch_for(tree.index(unit))
-    if unit.settings.backward_prefetch:
-        for other in unit.settings.backward_prefetch:
-            other.unshard()
-    elif following is not None and tree.units[following].settings.unshard_in_backward:
-        tree.units[following].unshard()
+    with outside_transforms():
+        if unit.settings.unshard_in_backward:
+            unit.unshard()
+            unit.wait_for_unshard()
+        if unit.settings.backward_prefetch:
+            for other in unit.settings.backward_prefetch:
+                other.unshard()
+        elif following is not None and tree.units[following].settings.unshard_in_backward:
+            tree.units[following].unshard()
     return grad
 
 
 class PostBackward(torch.autograd.Function):
     """Identity on a unit's inputs whose backward runs when the gradients of all of them are computed."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.unit = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _post_backward(ctx.unit)
         return (None, *grads)
 
+    @staticmethod
+    def jvp(ctx: Any, unit: object, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tangents
+
 
 @without_dynamo
 def _post_backward(unit: Unit) -> None:
-    unit.post_backward(keep=torch.is_grad_enabled())
+    with outside_transforms():
+        unit.post_backward(keep=torch.is_grad_enabled())
 
 
 def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -112,6 +112,12 @@ def remember_original(param: Tensor, name: str) -> None:
     _manager_of[param] = name
 
 
+def name_before_sharding(param: Tensor) -> str | None:
+    """The name of the sharded parameter that took the place of `param`, if one did."""
+    name: str | None = _manager_of.get(param)
+    return name
+
+
 def move_to_device(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
     """Move what the user left on the CPU, in place; meta tensors wait for `to_empty`.
 

@@ -65,7 +65,7 @@ class ShardedParam:
     def registered(self) -> nn.Parameter | None:
         """What the module holds now."""
         places, name = self._places[0]
-        return places[name]
+        return places.get(name)
 
     @property
     def has_grad(self) -> bool:
@@ -82,7 +82,7 @@ class ShardedParam:
     def is_adopted(self) -> bool:
         """Whether the registered sharded parameter is ours, in our bytes: users replace both."""
         places, name = self._places[0]
-        param = places[name]
+        param = places.get(name)
         return param is self.unsharded or (param is self.sharded and local_of(param) is self.local)
 
     def place_in(self, shard: FlatBuffer, slot: Slot) -> None:
@@ -140,6 +140,6 @@ class ShardedParam:
 
 def _describe(param: Tensor | None) -> str:
     if param is None:
-        return "nothing"
+        return "nothing (a module that is reparametrized has to be so before fully_shard)"
     placed = f" placed {param.placements}" if isinstance(param, DTensor) else ""
     return f"a {type(param).__name__} of shape {tuple(param.shape)}{placed}"

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from shardkit.errors import GatheredParamError
+from shardkit.params import name_before_sharding
 from shardkit.sharded_param import gathered_names
 from shardkit.unit import Unit
 
@@ -49,7 +50,14 @@ def watch_state_dicts(unit: Unit) -> None:
 
 def _refuse_gathered(optimizer: Optimizer, *_: object) -> None:
     for param in _params(optimizer):
-        if not isinstance(param, DTensor) and (name := gathered_names.get(param)) is not None:
+        if isinstance(param, DTensor):
+            continue
+        if (name := name_before_sharding(param)) is not None:
+            raise GatheredParamError(
+                f"param {name!r}: {type(optimizer).__name__} holds it as it was before fully_shard, so its "
+                "step would change what nothing uses any more. Build the optimizer after fully_shard."
+            )
+        if (name := gathered_names.get(param)) is not None:
             raise GatheredParamError(
                 f"param {name!r}: {type(optimizer).__name__} holds it gathered, as model.parameters() gave "
                 "it after a forward without backward, and its step would be lost. Build the optimizer before "
