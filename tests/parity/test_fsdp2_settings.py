@@ -231,14 +231,20 @@ def test_max_input_buffers_can_be_set_after_the_first_forward() -> None:
 
     def check(rank: int, world_size: int) -> None:
         model = CASES["transformer"].sharded(shardkit.fully_shard)
-        in_flight = []
-        tree = shardkit.fully_shard.state(model).unit.tree
-        for limit in (1, 3):
+        reductions = shardkit.fully_shard.state(model).unit.tree.reductions
+        in_flight: dict[int, list[int]] = {1: [], 3: []}
+        for limit, seen in in_flight.items():
             model.set_reduce_scatter_max_input_buffers(limit)
-            loss = CASES["transformer"].loss(model, rank)
-            model.embed.weight.register_hook(lambda grad: in_flight.append(len(tree.in_flight)))
-            loss.backward()
-        assert in_flight[0] <= 1 and max(in_flight) == 2
+
+            def note(grad: Tensor, seen: list[int] = seen) -> None:
+                seen.append(len(reductions._in_flight))
+
+            handle = model.embed.register_forward_hook(
+                lambda module, args, output, note=note: output.register_hook(note) and None
+            )
+            CASES["transformer"].loss(model, rank).backward()
+            handle.remove()
+        assert in_flight == {1: [1], 3: [2]}
 
     run_ranks(check, 2)
 
