@@ -1,13 +1,14 @@
 """Tensors inside the containers that a module's forward takes and returns.
 
-Level 0 of the data flow. Looks into dicts, lists, tuples, namedtuples and dataclasses, nested; everything
+Level 0 of the data flow. Looks into mappings, lists, tuples, namedtuples and dataclasses, nested; everything
 else is a leaf. (Sets have no order that ranks could agree on, so tensors in them are not seen.)
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -25,15 +26,15 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         if not is_changed:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return _map_dict(fn, value)
+    if isinstance(value, MutableMapping):
+        return _map_mapping(fn, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(fn, value)
     return value
 
 
 def find_tensors(value: object) -> list[Tensor]:
-    """Every tensor in `value`, in the order in which `map_tensors` visits them."""
+    """Every tensor in `value`."""
     found: list[Tensor] = []
     _find_tensors(value, found)
     return found
@@ -42,7 +43,7 @@ def find_tensors(value: object) -> list[Tensor]:
 def _find_tensors(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             _find_tensors(item, found)
     elif isinstance(value, (list, tuple)):
@@ -53,25 +54,29 @@ def _find_tensors(value: object, found: list[Tensor]) -> None:
             _find_tensors(getattr(value, field.name, None), found)
 
 
-def _map_dict(fn: Callable[[Tensor], Tensor], value: dict[Any, Any]) -> Any:
+def _map_mapping(fn: Callable[[Tensor], Tensor], value: MutableMapping[Any, Any]) -> Any:
     if not value:
         return value
     items = {key: map_tensors(fn, item) for key, item in value.items()}
     if all(items[key] is value[key] for key in items):
         return value
-    if dataclasses.is_dataclass(value):  # an output class that is both, as transformers' ModelOutput
-        return type(value)(**items)
     if type(value) is dict:
         return items
-    copy = value.copy()  # keeps a subclass and what it carries, as defaultdict's factory
-    copy.update(items)
-    return copy
+    if dataclasses.is_dataclass(value):  # an output class that is both, as transformers' ModelOutput
+        return type(value)(**items)
+    mapped = copy.copy(value)  # keeps a subclass and what it carries, as defaultdict's factory
+    mapped.update(items)
+    return mapped
 
 
 def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    fields = dataclasses.fields(value)
-    old = {field.name: getattr(value, field.name) for field in fields if field.init}
+    """A copy, not `dataclasses.replace`: that loses fields with init=False and runs `__post_init__` again."""
+    old = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     new = {name: map_tensors(fn, item) for name, item in old.items()}
-    if all(new[name] is old[name] for name in new):
+    changed = {name: item for name, item in new.items() if item is not old[name]}
+    if not changed:
         return value
-    return dataclasses.replace(value, **new)
+    mapped = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(mapped, name, item)  # also where it is frozen
+    return mapped

@@ -113,9 +113,20 @@ class GradBuffer:
         self._used = set()
         self.free()
 
+    def _check_no_partial(self, trainable: Sequence[int]) -> None:
+        """Refuse to reduce other parameters than those of the partial sum that the next one is added to."""
+        if self.partial is not None:
+            names = [self.params[index].name for index in sorted(set(trainable) ^ set(self.trainable))]
+            raise RuntimeError(
+                f"param {names}: requires_grad was switched between micro-batches whose all-reduce is "
+                "deferred, so their sums do not match. Switch it after a backward with "
+                "set_requires_all_reduce(True)."
+            )
+
     def _allocate(self) -> None:
         trainable = tuple(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
         if self.layout is None or trainable != self.trainable:
+            self._check_no_partial(trainable)
             self.trainable, self._buffer, self._places = trainable, None, {}
             self.layout = reduce_layout(self.spec.layout, trainable)
             self._row_pieces, self._piece_of = _pieces_of_row(self.layout)

@@ -18,7 +18,6 @@ hooks like any other, but neither reshards nor enters the order: its backward fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -211,13 +210,14 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     """Put one PostBackward node on all inputs that need a gradient."""
     if not torch.is_grad_enabled():
         return args, kwargs
-    inputs = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
+    inputs = {id(tensor): tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad}
     if not inputs:
         return args, kwargs
-    outputs: Iterator[Tensor] = iter(PostBackward.apply(unit, *inputs))  # type: ignore[no-untyped-call]
+    outputs = PostBackward.apply(unit, *inputs.values())  # type: ignore[no-untyped-call]
+    output_of: dict[int, Tensor] = dict(zip(inputs, outputs, strict=True))
 
     def replace(tensor: Tensor) -> Tensor:
-        return next(outputs) if tensor.requires_grad else tensor
+        return output_of.get(id(tensor), tensor)
 
     return map_tensors(replace, args), map_tensors(replace, kwargs)
 

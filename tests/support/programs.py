@@ -262,7 +262,9 @@ class Wrapper(nn.Module):
                 return checkpoint(self._chain, value, use_reentrant=False)
             case "reenter":
                 rows = rows_of(value)
-                return checkpoint(self._chain, rows, use_reentrant=True) if rows.requires_grad else rows
+                return (
+                    checkpoint(self._rows_of_chain, rows, use_reentrant=True) if rows.requires_grad else rows
+                )
             case "pack":
                 rows = rows_of(self._chain(value))
                 return {"rows": rows / 2, "more": (rows_of(value), None), "name": "pack"}
@@ -275,6 +277,9 @@ class Wrapper(nn.Module):
         for part in self.parts:
             value = part(value)
         return value
+
+    def _rows_of_chain(self, value: object) -> Tensor:
+        return rows_of(self._chain(value))
 
 
 _LEAF: dict[Kind, Callable[[int, int], nn.Module]] = {
