@@ -24,6 +24,7 @@ from shardkit.module import FSDPModule, UnshardHandle
 from shardkit.placement import Blocks, RaggedShard
 from shardkit.ragged import RaggedTensor, distribute_tensor, redistribute
 from shardkit.report import model_plan, predicted_peak_bytes
+from shardkit.wrap import wrap_policy
 
 __all__ = [
     "AllGather",
@@ -49,4 +50,5 @@ __all__ = [
     "redistribute",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "wrap_policy",
 ]
