@@ -319,10 +319,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_transformed() -> bool:
+    """Whether torch.func transforms what is running."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Run what is inside on plain tensors while torch.func transforms the module around it."""
-    active = torch._C._are_functorch_transforms_active()
-    return torch._C._DisableFuncTorch() if active else _NOTHING
+    return torch._C._DisableFuncTorch() if is_transformed() else _NOTHING
 
 
 _NOTHING = nullcontext()

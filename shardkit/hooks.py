@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import in_backward, outside_transforms, without_dynamo
+from shardkit._torch import in_backward, is_transformed, outside_transforms, without_dynamo
 from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
@@ -123,20 +123,29 @@ def pre_backward(unit: Unit, grad: Tensor) -> Tensor:
 class PostBackward(torch.autograd.Function):
     """Identity on a unit's inputs whose backward runs when the gradients of all of them are computed."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
         return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.unit = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _post_backward(ctx.unit)
         return (None, *grads)
+
+
+class TransformedPostBackward(PostBackward):
+    """The same in the form that torch.func asks for; to call it takes three times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.unit = inputs[0]
 
     @staticmethod
     def jvp(ctx: Any, unit: object, *tangents: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +222,8 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     inputs = {id(tensor): tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad}
     if not inputs:
         return args, kwargs
-    outputs = PostBackward.apply(unit, *inputs.values())  # type: ignore[no-untyped-call]
+    node = TransformedPostBackward if is_transformed() else PostBackward
+    outputs = node.apply(unit, *inputs.values())  # type: ignore[no-untyped-call]
     output_of: dict[int, Tensor] = dict(zip(inputs, outputs, strict=True))
 
     def replace(tensor: Tensor) -> Tensor:
