@@ -26,19 +26,6 @@ def sharded_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-class Twice(nn.Module):
-    """One layer under two names, and a second one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.again = self.first
-        self.other = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.again(self.first(x)))
-
-
 def test_by_class_makes_the_units_of_a_loop_over_the_blocks(mesh: DeviceMesh) -> None:
     by_hand, by_class = Transformer(), Transformer()
     for module in (*by_hand.blocks, by_hand):
@@ -77,8 +64,10 @@ def test_by_size_passes_over_a_list_and_shards_its_modules(mesh: DeviceMesh) -> 
 
 
 def test_a_shared_module_is_one_unit(mesh: DeviceMesh) -> None:
-    model = wrap_policy(Twice(), mesh, classes={nn.Linear})
-    assert [unit.name for unit in model_plan(model).units] == ["first", "other", "Twice"]
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Sequential(shared, nn.Linear(8, 8)), nn.Sequential(shared))
+    wrap_policy(model, mesh, classes={nn.Linear})
+    assert [unit.name for unit in model_plan(model).units] == ["0.0", "0.1", "Sequential"]
 
 
 def test_what_is_sharded_already_is_left_as_it_is(mesh: DeviceMesh) -> None:
