@@ -19,6 +19,7 @@ from shardkit._torch import (
 )
 from shardkit.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardkit.clip import clip_grad_norm_
+from shardkit.init import allocate_, broadcast_replicas_, materialize_
 from shardkit.mesh import build_mesh
 from shardkit.module import FSDPModule, UnshardHandle
 from shardkit.placement import Blocks, RaggedShard
@@ -41,10 +42,13 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
+    "allocate_",
+    "broadcast_replicas_",
     "build_mesh",
     "clip_grad_norm_",
     "distribute_tensor",
     "fully_shard",
+    "materialize_",
     "model_plan",
     "predicted_peak_bytes",
     "redistribute",

@@ -252,6 +252,12 @@ def attributes_key(module: nn.Module) -> int:
     return hash((*map(id, module._modules.values()), *module._parameters))
 
 
+def reset_function_of(module: nn.Module) -> Callable[[], object] | None:
+    """What draws a module's initial parameters; torch's MultiheadAttention names it privately."""
+    names = ("reset_parameters", "_reset_parameters")
+    return next((fn for name in names if callable(fn := getattr(module, name, None))), None)
+
+
 def is_replicated_module(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` manages the module, so that nothing else may."""
     return "replicate" in (_get_registry(module) or {})

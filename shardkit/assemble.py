@@ -99,8 +99,8 @@ def check_devices(name: str, params: Sequence[ShardedParam], policy: UnitPolicy)
     on_meta = [param.name for param in params if param.local.is_meta]
     if on_meta:
         raise RuntimeError(
-            f"{name}: parameters are still on the meta device: {on_meta}. Call to_empty(device=...) on the "
-            "model and initialise it, or load a checkpoint with assign=True, before the first forward."
+            f"{name}: parameters are still on the meta device: {on_meta}. Call materialize_(model), "
+            "or load a checkpoint with assign=True, before the first forward."
         )
     elsewhere = [param.name for param in params if policy.offloads and param.local.device.type != "cpu"]
     if elsewhere:

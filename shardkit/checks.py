@@ -76,7 +76,7 @@ def check_ranks_agree(tree: Tree) -> None:
         except PlanMismatchError:
             warnings.warn(
                 f"{model}: the replicas of an HSDP mesh start from different weights, so they would train "
-                "different models. Seed all ranks alike, or broadcast the weights over the replicate axis.",
+                "different models. Seed all ranks alike, or call broadcast_replicas_(model).",
                 stacklevel=2,
             )
 

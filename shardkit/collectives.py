@@ -156,6 +156,13 @@ def all_reduce(tensor: Tensor, route: Route, label: str, *, average: bool = Fals
     return Pending([work] if is_async and work is not None else [], "all_reduce", label, route)
 
 
+def broadcast(tensor: Tensor, route: Route, label: str) -> Pending:
+    """Send the first rank's `tensor` to all, in place. Collective over `route.group`: all ranks must call."""
+    _count("broadcast", (route.group.size() - 1) * tensor.nbytes if route.group.rank() == 0 else 0)
+    work = dist.broadcast(tensor, group=route.group, group_src=0, async_op=True)
+    return Pending([] if work is None else [work], "broadcast", label, route)
+
+
 def num_scratch_rows(route: Route) -> int:
     """Rows that a reduce-scatter over `route` allocates beside its output, for as long as it is under way."""
     return 1 if _is_pairwise(route) and route.group.size() > 2 else 0

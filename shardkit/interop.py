@@ -60,3 +60,10 @@ def unit_of(module: nn.Module) -> Unit | None:
     """The unit that `fully_shard(module)` made, if it did."""
     state = state_of(module)
     return state.unit if isinstance(state, UnitState) else None
+
+
+def units_in(model: nn.Module) -> list[Unit]:
+    """The units of the modules in `model`, as their forwards end: inner ones first."""
+    found = dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None)
+    trees = dict.fromkeys(unit.tree for unit in found)
+    return [unit for tree in trees for unit in tree.units if unit in found]

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardkit.bucket import Bucket
 from shardkit.collectives import num_scratch_rows
-from shardkit.interop import unit_of
+from shardkit.interop import unit_of, units_in
 from shardkit.layout import Layout, RaggedSource, reduce_layout
 from shardkit.schedule import BucketBytes, UnitBytes, grads_to_sweep, peak_bytes, reshards_after_forward
 from shardkit.unit import Unit
@@ -112,14 +112,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _units_of(model: nn.Module) -> list[Unit]:
-    """The units of the modules in `model`, as their forwards end: inner ones first."""
-    found = list(dict.fromkeys(unit for m in model.modules() if (unit := unit_of(m)) is not None))
-    if not found:
+    units = units_in(model)
+    if not units:
         raise ValueError(
             f"model_plan: no module of this {type(model).__name__} is sharded. Call fully_shard on it first."
         )
-    trees = dict.fromkeys(unit.tree for unit in found)
-    return [unit for tree in trees for unit in tree.units if unit in found]
+    return units
 
 
 # ---------------------------------------------------------------- units and buckets
