@@ -14,6 +14,7 @@ Two flags a parameter, not one: a sum of ones in bfloat16 stops at 256, but a po
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -113,20 +114,12 @@ class GradBuffer:
         self._used = set()
         self.free()
 
-    def _check_no_partial(self, trainable: Sequence[int]) -> None:
-        """Refuse to reduce other parameters than those of the partial sum that the next one is added to."""
-        if self.partial is not None:
-            names = [self.params[index].name for index in sorted(set(trainable) ^ set(self.trainable))]
-            raise RuntimeError(
-                f"param {names}: requires_grad was switched between micro-batches whose all-reduce is "
-                "deferred, so their sums do not match. Switch it after a backward with "
-                "set_requires_all_reduce(True)."
-            )
-
     def _allocate(self) -> None:
         trainable = tuple(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
         if self.layout is None or trainable != self.trainable:
-            self._check_no_partial(trainable)
+            if self.partial is not None:
+                switched = sorted(set(trainable) ^ set(self.trainable))
+                _refuse_switch([self.params[index].name for index in switched])
             self.trainable, self._buffer, self._places = trainable, None, {}
             self.layout = reduce_layout(self.spec.layout, trainable)
             self._row_pieces, self._piece_of = _pieces_of_row(self.layout)
@@ -189,6 +182,14 @@ def _flags(trainable: Sequence[int], unused: Sequence[int]) -> Tensor:
     """(2 * num_trainable,): ones for what was used, then ones for what was not."""
     used = [float(index not in unused) for index in trainable]
     return torch.tensor(used + [1.0 - flag for flag in used])
+
+
+def _refuse_switch(names: Sequence[str]) -> NoReturn:
+    """Other parameters cannot be added to the partial sum of those that were trainable."""
+    raise RuntimeError(
+        f"param {names}: requires_grad was switched between micro-batches whose all-reduce is deferred, so "
+        "their sums do not match. Switch it after a backward with set_requires_all_reduce(True)."
+    )
 
 
 def _pieces_of_row(layout: Layout) -> tuple[list[Tensor], list[int]]:
