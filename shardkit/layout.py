@@ -166,7 +166,7 @@ def interleaved_layout(
         in_place=num_ranks == 1 or (len(params) == 1 and by_rows and columns == [(row_numel, 0)]),
         slots=tuple(slots[index] for index in range(len(params))),
         gaps=tuple(gaps),
-        columns=tuple(columns) if by_rows else (),
+        columns=tuple(columns) if by_rows and num_ranks > 1 else (),
         source=tuple(params),
     )
 
@@ -178,6 +178,7 @@ def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, ta
                                                              row 1   | w3  b  . |
     """
     plan = source.plan
+    rows_numel = plan.num_ranks * plan.shard_numel  # without tails
     row_numel = _aligned(plan.shard_numel + tail_numel) if tail_numel else plan.shard_numel
 
     def pieces(start: int, numel: int) -> tuple[Segment, ...]:
@@ -191,7 +192,7 @@ def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, ta
         )
     taken = sorted((plan.starts[slot.name], slot.numel) for slot in slots)
     ends = [0, *(start + numel for start, numel in taken)]
-    holes = [(a, b - a) for a, b in zip(ends, [*(start for start, _ in taken), plan.numel], strict=True)]
+    holes = [(a, b - a) for a, b in zip(ends, [*(start for start, _ in taken), rows_numel], strict=True)]
     gaps = [_gap_of(segment, row_numel) for start, numel in holes for segment in pieces(start, numel)]
     if row_numel > plan.shard_numel + tail_numel:
         gaps.append(Gap(plan.shard_numel, plan.num_ranks, row_numel - plan.shard_numel - tail_numel))
@@ -200,7 +201,7 @@ def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, ta
         rank=rank,
         row_numel=row_numel,
         tail_numel=tail_numel,
-        unsharded_numel=plan.numel,
+        unsharded_numel=rows_numel,
         in_place=row_numel == plan.shard_numel,
         slots=tuple(slots),
         gaps=tuple(gaps),

@@ -96,7 +96,9 @@ def ragged(draw: st.DrawFn) -> Laid:
     for index, shape in enumerate(of_shapes):
         block = block_numel(draw(wishes), shape)
         specs.append(TensorSpec(f"p{index}", math.prod(shape), block.block_numel, block.period_numel))
-    (plan,) = plan_buckets(specs, num_ranks, unit_numel=ALIGN, align_numel=ALIGN, max_buckets=1)
+    (plan,) = plan_buckets(
+        specs, num_ranks, unit_numel=ALIGN, align_numel=ALIGN, max_padding=1e9, max_buckets=1
+    )
     params, layouts, held = numbered(of_shapes), [], []
     for rank in range(num_ranks):
         held.append([])
