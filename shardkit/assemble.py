@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 
 from shardkit.bucket import Bucket
 from shardkit.collectives import new_route
+from shardkit.gather import RowGather
 from shardkit.layout import (
     ALIGN,
     BucketSpec,
@@ -175,7 +176,7 @@ def _make_bucket(params: list[ShardedParam], policy: UnitPolicy) -> Bucket:
     )
     shard_route = None if axes.shard_group is None else new_route(axes.shard_group, policy.device)
     replicate_route = None if axes.replicate_group is None else new_route(axes.replicate_group, policy.device)
-    return Bucket(params, spec, shard_route, replicate_route)
+    return Bucket(params, spec, RowGather(params, spec, shard_route), replicate_route)
 
 
 def _layout_of(params: list[ShardedParam], axes: DataAxes) -> Layout:

@@ -99,6 +99,6 @@ def _describe(bucket: Bucket) -> list[str]:
 
 def _checksum(bucket: Bucket) -> int:
     """A number that differs where the shard's bytes do, almost surely. Waits for the device."""
-    flat = bucket.shard.flat.view(torch.uint8)
+    flat = bucket.gather.shard.flat.view(torch.uint8)
     words = flat[: flat.numel() // 4 * 4].view(torch.int32).to(torch.int64)
     return int((words * torch.arange(1, words.numel() + 1, device=words.device)).sum())

@@ -146,7 +146,7 @@ def _report_bucket(unit: Unit, bucket: Bucket) -> BucketReport:
         shard_size=spec.axes.shard_size,
         replicate_size=spec.axes.replicate_size,
         dtypes=Dtypes(spec.dtype, spec.compute_dtype, spec.reduce_dtype),
-        shard_bytes=bucket.shard.nbytes,
+        shard_bytes=bucket.gather.shard.nbytes,
         unsharded_bytes=layout.numel * spec.compute_dtype.itemsize,
         padding_bytes=layout.padding_numel * spec.compute_dtype.itemsize,
         gather_bytes=_gather_bytes(unit, bucket),
@@ -245,7 +245,7 @@ def _bucket_bytes(bucket: Bucket, offloads: bool) -> BucketBytes:
             scratch = num_scratch_rows(bucket.reduce_route) * row
     num_ranks = layout.num_ranks
     return BucketBytes(
-        shard=0 if offloads else bucket.shard.nbytes,
+        shard=0 if offloads else bucket.gather.shard.nbytes,
         transit=layout.numel * spec.compute_dtype.itemsize if copies_out else 0,
         unsharded=gathered_numel * spec.compute_dtype.itemsize,
         rows=num_ranks * row,

@@ -115,10 +115,10 @@ class ShardedParam:
         self.local = local_of(param)
         self.sharding = self.sharding.cast(self.local.dtype)
 
-    def make_unsharded(self, buffer: FlatBuffer, slot: Slot) -> nn.Parameter:
-        """Build the gathered form, once, on the bucket's unsharded bytes."""
+    def make_unsharded(self, local: Tensor) -> nn.Parameter:
+        """Build the gathered form, once, around what this tensor-parallel rank has of it."""
         with torch.inference_mode(False):
-            tensor = self.sharding.wrap_unsharded(buffer.tensor(slot.unsharded_offset, slot.shape))
+            tensor = self.sharding.wrap_unsharded(local)
             self.unsharded = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
         gathered_names[self.unsharded] = self.name
         return self.unsharded

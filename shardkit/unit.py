@@ -306,7 +306,7 @@ _live_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 def _fits(bucket: Bucket) -> bool:
     """Whether the parameters' present tensors have the dtype and device of the bucket's shard buffer."""
-    flat = bucket.shard.flat
+    flat = bucket.gather.shard.flat
     return all(p.local.dtype == flat.dtype and p.local.device == flat.device for p in bucket.params)
 
 
