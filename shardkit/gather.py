@@ -29,7 +29,8 @@ class RowGather:
 
     def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec, route: Route | None) -> None:
         self.params, self.spec, self.route = tuple(params), spec, route
-        self.shard = FlatBuffer(spec.layout.row_numel, spec.dtype, spec.shard_device, pin=spec.pin_memory)
+        numel = 0 if spec.is_extended else spec.layout.row_numel
+        self.shard = FlatBuffer(numel, spec.dtype, spec.shard_device, pin=spec.pin_memory)
         if not self.shard.flat.is_meta:
             self.shard.flat.zero_()  # padding travels; let it be the same everywhere
         self.comm: AllGather | None = None  # the user's, which allocates the rows too

@@ -26,8 +26,8 @@ DATA_FLOW = """
     layout buffer
     streams collectives agreement
     specs redistribute ragged_ops ragged_reduce ragged_views ragged
-    params sharding sharded_param
-    gather grads bucket reduction assemble
+    extension params sharding sharded_param
+    gather extension_gather grads bucket reduction assemble
     unit checks interop
     hooks watch module api
 """
