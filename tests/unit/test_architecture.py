@@ -31,7 +31,7 @@ DATA_FLOW = """
     unit checks interop
     hooks watch module api
 """
-SIBLINGS = ("clip", "report", "wrap", "init", "optim", "checkpoint", "tools")
+SIBLINGS = ("clip", "report", "wrap", "quantized", "init", "optim", "checkpoint", "tools")
 ROOT = "shardkit"  # the package's __init__: imports from all, imported by none
 
 PLACE = {name: place for place, name in enumerate([*DATA_FLOW.split(), *SIBLINGS, ROOT])}
