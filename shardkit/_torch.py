@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import ReduceScatterOptions, Store
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
 from torch.distributed._composable_state import _State as State
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +42,7 @@ from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Types that torch documents, or users must name, without a public home.
 __all__ = [
@@ -207,6 +209,27 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
 def wait_async(tensor: Tensor) -> Tensor:
     """A gradient that tensor parallelism is still communicating, once it has arrived."""
     return tensor.wait() if isinstance(tensor, functional.AsyncCollectiveTensor) else tensor
+
+
+# ---------------------------------------------------------------- tensor subclasses
+
+
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Whether it is a subclass around tensors of its own; torch has no public test for the protocol."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor itself, or what a subclass says to be made of: nothing if it does not say."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor] if type(tensor) is Tensor else []
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+def keep_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Hide writes from autograd: what a second gather writes is what it saved from the first."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 # ---------------------------------------------------------------- lists of tensors

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardkit._torch import Store, default_store
+from shardkit.collectives import Route, all_gather
 from shardkit.errors import PlanMismatchError
 from shardkit.layout import digest
 
@@ -69,6 +71,24 @@ def check_agreement(
             f"as rank {rank} has it: {mine}. Build the same model, with the same fully_shard calls, on every "
             "rank."
         )
+
+
+def exchange_texts(text: str, route: Route, device: torch.device, label: str) -> list[str]:
+    """Every rank's text, in rank order. Collective over `route.group`: all ranks must call.
+
+    Two collectives, of the lengths and of the texts, however many ranks: for what differs by rank and all
+    must know, once, where `check_agreement` says only that nothing differs.
+    """
+    size = route.group.size()
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = torch.empty(size, dtype=torch.int64, device=device)
+    all_gather(lengths, torch.tensor([own.numel()], device=device), route, label).wait()
+    longest = int(lengths.max())
+    rows = torch.zeros(size * longest, dtype=torch.uint8, device=device)
+    row = torch.nn.functional.pad(own, (0, longest - own.numel()))
+    all_gather(rows, row, route, label).wait()
+    pairs = zip(rows.view(size, longest).tolist(), lengths.tolist(), strict=True)
+    return [bytes(row[:length]).decode() for row, length in pairs]
 
 
 def _judge(store: Store, question: str, ranks: list[int], timeout: timedelta) -> dict[str, object]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardkit._torch import DataParallelMeshDims, serve_cpu_shards
 from shardkit.assemble import UnitPolicy
+from shardkit.extension import refuse_pieces
 from shardkit.hooks import install_hooks, leave_forward, post_forward, pre_forward
 from shardkit.interop import UnitState, attach_unit, unit_of
 from shardkit.mesh import DataAxes, data_axes, default_mesh, device_of, shard_subgroup
@@ -237,6 +238,9 @@ def _set_reshard_after_forward(unit: Unit, setting: bool | int | None) -> None:
     unit.settings.reshard_after_forward = setting
     if setting is None or isinstance(setting, bool):
         return
+    extended = [param.name for param in unit.params if param.is_extended]
+    if extended:
+        refuse_pieces(extended)
     unit.settings.reshard_after_forward = setting
     for bucket in unit.buckets:
         axes = bucket.spec.axes

@@ -17,6 +17,9 @@ from torch.distributed.tensor import Shard
 
 from shardkit.bucket import Bucket
 from shardkit.collectives import new_route
+from shardkit.extension import has_extension
+from shardkit.extension_gather import ExtensionGather
+from shardkit.gather import RowGather
 from shardkit.layout import (
     ALIGN,
     BucketSpec,
@@ -80,7 +83,7 @@ def make_buckets(
     for param in params:
         axes, local = param.axes, param.local
         where = (id(axes.shard_group), id(axes.replicate_group), id(param.plan))
-        together.setdefault((where, local.dtype, local.device), []).append(param)
+        together.setdefault((where, local.dtype, local.device, param.is_extended), []).append(param)
     buckets = [_make_bucket(group, policy) for group in together.values()]
     for bucket in buckets:
         for old in before:
@@ -151,6 +154,8 @@ def _placement_in(plan: BucketPlan, spec: ParamSpec) -> RaggedShard:
 def _cut(spec: ParamSpec, placement: Shard | RaggedShard, plan: BucketPlan | None) -> Tensor:
     """This rank's part of the parameter that the user passed."""
     full, rank = spec.local, spec.axes.shard_rank
+    if has_extension(spec.name, full):
+        return _cut_extended(spec, placement)
     if isinstance(placement, RaggedShard):
         assert plan is not None
         piece = plan.local_range(spec.name, rank)
@@ -159,6 +164,29 @@ def _cut(spec: ParamSpec, placement: Shard | RaggedShard, plan: BucketPlan | Non
     chunk = -(-full.shape[placement.dim] // spec.axes.shard_size)  # as torch.chunk cuts
     start = min(rank * chunk, full.shape[placement.dim])
     return full.narrow(placement.dim, start, min(chunk, full.shape[placement.dim] - start))
+
+
+def _cut_extended(spec: ParamSpec, placement: Shard | RaggedShard) -> Tensor:
+    """A part with bytes of its own, so that the user's whole tensor can go.
+
+    By `chunk`, `new_zeros` and `copy_`, as torch cuts, because subclasses implement the ops that they have
+    met.
+    """
+    full, rank = spec.local, spec.axes.shard_rank
+    if isinstance(placement, RaggedShard):
+        if len(placement.dims) > 1:
+            raise NotImplementedError(
+                f"param {spec.name!r}: a {type(full).__name__} can only be cut between rows of its dim 0, "
+                f"and {placement} cuts inside. Wish for whole rows, as Blocks()."
+            )
+        piece = full.narrow(0, placement.start_unit(rank), placement.local_units[rank])
+    else:
+        chunks = torch.chunk(full, spec.axes.shard_size, placement.dim)
+        piece = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+    local = full.new_zeros(piece.shape)
+    if piece.numel():
+        local.copy_(piece)
+    return local
 
 
 def _make_bucket(params: list[ShardedParam], policy: UnitPolicy) -> Bucket:
@@ -172,10 +200,16 @@ def _make_bucket(params: list[ShardedParam], policy: UnitPolicy) -> Bucket:
         device=policy.device,
         shard_device=torch.device("cpu") if policy.offloads and not local.is_meta else local.device,
         pin_memory=policy.pins and not local.is_meta,
+        is_extended=params[0].is_extended,
     )
     shard_route = None if axes.shard_group is None else new_route(axes.shard_group, policy.device)
     replicate_route = None if axes.replicate_group is None else new_route(axes.replicate_group, policy.device)
-    return Bucket(params, spec, shard_route, replicate_route)
+    gather = (
+        ExtensionGather(params, spec, shard_route, policy.precision)
+        if spec.is_extended
+        else RowGather(params, spec, shard_route)
+    )
+    return Bucket(params, spec, gather, replicate_route)
 
 
 def _layout_of(params: list[ShardedParam], axes: DataAxes) -> Layout:

@@ -14,7 +14,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from shardkit.buffer import FlatBuffer
 from shardkit.collectives import Route
 from shardkit.errors import GatheredParamError
 from shardkit.gather import RowGather
@@ -33,24 +32,19 @@ class Bucket:
         self,
         params: Sequence[ShardedParam],
         spec: BucketSpec,
-        route: Route | None,
+        gather: RowGather,
         replicate_route: Route | None,
     ) -> None:
         self.params, self.spec, self.label = tuple(params), spec, ""
-        self.reduce_route = route  # a group of its own, where the user asked
+        self.gather = gather
+        self.reduce_route = gather.route  # a group of its own, where the user asked
         self.replicate_route = replicate_route
-        self.shard = FlatBuffer(spec.layout.row_numel, spec.dtype, spec.shard_device, pin=spec.pin_memory)
-        if not self.shard.flat.is_meta:
-            self.shard.flat.zero_()  # padding travels; let it be the same everywhere
-        self.gather = RowGather(self.params, spec, self.shard, route)
         self.grads = GradBuffer(self.params, spec)
         self._ready: torch.Event | None = None  # where gathers run ahead
         self._num_replaced = 0
         self._seen = self._gathering = (-1, -1)  # the values that were gathered, and are being gathered
         self._versions: list[int] = []  # of the gathered parameters, when they were registered
         self._wants_grad: list[bool] = []
-        for param, slot in zip(self.params, spec.layout.slots, strict=True):
-            param.place_in(self.shard, slot)
         self._written = self._tensors_at_rest()
 
     @property
@@ -126,12 +120,8 @@ class Bucket:
         self._reshard(lambda: self.gather.keep_piece(streams, num_ranks))
 
     def take_in(self, replaced: Sequence[ShardedParam]) -> None:
-        """Move parameters that the user replaced back into the shard buffer."""
-        for param, slot in zip(self.params, self.spec.layout.slots, strict=True):
-            if param in replaced:
-                unsharded = param.unsharded
-                param.place_in(self.shard, slot)
-                param.unsharded = unsharded
+        """Accept parameters that the user replaced."""
+        self.gather.take_in(replaced)
         self._num_replaced += 1
         self._written = self._tensors_at_rest()
 

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import attributes_key
+from shardkit._torch import attributes_key, inner_tensors
 from shardkit.agreement import check_agreement
 from shardkit.bucket import Bucket
 from shardkit.collectives import has_peers
 from shardkit.errors import PlanMismatchError
+from shardkit.extension import has_extension
 from shardkit.unit import Tree
 
 _checked_key: weakref.WeakKeyDictionary[Tree, int] = weakref.WeakKeyDictionary()
@@ -93,12 +94,17 @@ def _describe(bucket: Bucket) -> list[str]:
     dtypes = f"{spec.dtype} computed in {spec.compute_dtype}, reduced in {spec.reduce_dtype}"
     return [
         f"{line}, {dtypes}, {'trained' if param.sharded.requires_grad else 'frozen'}"
+        + (", with fsdp_pre_all_gather" if has_extension(param.name, param.local) else "")
         for line, param in zip(spec.layout.describe(), bucket.params, strict=True)
     ]
 
 
 def _checksum(bucket: Bucket) -> int:
     """A number that differs where the shard's bytes do, almost surely. Waits for the device."""
-    flat = bucket.shard.flat.view(torch.uint8)
-    words = flat[: flat.numel() // 4 * 4].view(torch.int32).to(torch.int64)
-    return int((words * torch.arange(1, words.numel() + 1, device=words.device)).sum())
+    locals_ = [param.local for param in bucket.params if param.is_extended]
+    total = 0
+    for tensor in (bucket.gather.shard.flat, *(inner for t in locals_ for inner in inner_tensors(t))):
+        flat = tensor.reshape(-1).view(torch.uint8)
+        words = flat[: flat.numel() // 4 * 4].view(torch.int32).to(torch.int64)
+        total += int((words * torch.arange(1, words.numel() + 1, device=words.device)).sum())
+    return total

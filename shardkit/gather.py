@@ -27,10 +27,12 @@ from shardkit.streams import Streams
 class RowGather:
     """Gathers a bucket's shard into the storage that its gathered parameters live in."""
 
-    def __init__(
-        self, params: Sequence[ShardedParam], spec: BucketSpec, shard: FlatBuffer, route: Route | None
-    ) -> None:
-        self.params, self.spec, self.shard, self.route = params, spec, shard, route
+    def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec, route: Route | None) -> None:
+        self.params, self.spec, self.route = tuple(params), spec, route
+        numel = 0 if spec.is_extended else spec.layout.row_numel
+        self.shard = FlatBuffer(numel, spec.dtype, spec.shard_device, pin=spec.pin_memory)
+        if not self.shard.flat.is_meta:
+            self.shard.flat.zero_()  # padding travels; let it be the same everywhere
         self.comm: AllGather | None = None  # the user's, which allocates the rows too
         self.small_group: dist.ProcessGroup | None = None  # gathers the pieces that `keep_piece` kept
         self.tensors: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
@@ -39,32 +41,36 @@ class RowGather:
         self._pending: Pending | None = None
         self._piece: Tensor | None = None  # of the rows, kept after forward
         self._split_outputs: list[Tensor] = []
+        self.take_in(self.params)
 
     @property
     def is_pending(self) -> bool:
         """Whether a gather has been started and not been completed."""
         return self._pending is not None
 
+    def take_in(self, new: Sequence[ShardedParam]) -> None:
+        """Move the parts of parameters that are new, or that the user replaced, into the shard buffer."""
+        for index, (param, slot) in enumerate(zip(self.params, self.spec.layout.slots, strict=True)):
+            if param in new:
+                param.place_in(self.shard, slot)
+                param.unsharded = self.tensors[index] if self.tensors else None
+
     def start(self, label: str) -> None:
         """Send this rank's row. Collective over the shard axis, or `small_group` after `keep_piece`."""
-        self._rows = rows = self._allocate_rows()
         layout, route = self.spec.layout, self.route
+        if layout.in_place and self.comm is None:
+            rows = self._allocate_unsharded().flat  # the parameters' own bytes
+        else:
+            rows = new_rows(layout.numel, self.spec.compute_dtype, self.spec.device, self.comm)
+        self._rows = rows
         if self._piece is not None and self.small_group is not None and route is not None:
             self._pending = all_gather(rows, self._piece, replace(route, group=self.small_group), label)
             return
         row = self.shard.flat
-        if route is None or layout.num_ranks == 1:
-            rows.copy_(row, non_blocking=True)
-            self._pending = Pending([], "all_gather", label, None)
-            return
-        if row.dtype != rows.dtype or row.device != rows.device:
+        if layout.num_ranks == 1 or row.dtype != rows.dtype or row.device != rows.device:
             own = rows.narrow(0, layout.rank * layout.row_numel, layout.row_numel)
             row = own.copy_(row, non_blocking=True)
-        if self.comm is not None:
-            self.comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
-            self._pending = Pending([], "all_gather", label, route)
-        else:
-            self._pending = all_gather(rows, row, route, label)
+        self._pending = gather_rows(rows, row, self.route, self.comm, label)
 
     def complete(self) -> None:
         """Wait for the rows and copy the parameters out of them."""
@@ -106,15 +112,6 @@ class RowGather:
         self.free(streams)
         self._piece = piece
 
-    def _allocate_rows(self) -> Tensor:
-        """The buffer to gather into: the parameters' own bytes where the layout and the transport allow."""
-        spec = self.spec
-        if self.comm is not None:
-            return self.comm.allocate((spec.layout.numel,), dtype=spec.compute_dtype, device=spec.device)
-        if spec.layout.in_place:
-            return self._allocate_unsharded().flat
-        return torch.empty(spec.layout.numel, dtype=spec.compute_dtype, device=spec.device)
-
     def _allocate_unsharded(self) -> FlatBuffer:
         layout, spec = self.spec.layout, self.spec
         if self.unsharded is not None:
@@ -122,8 +119,10 @@ class RowGather:
             return self.unsharded
         numel = layout.numel if layout.in_place else layout.unsharded_numel
         self.unsharded = FlatBuffer(numel, spec.compute_dtype, spec.device)
-        slots = zip(self.params, layout.slots, strict=True)
-        self.tensors = [param.make_unsharded(self.unsharded, slot) for param, slot in slots]
+        self.tensors = [
+            param.make_unsharded(self.unsharded.tensor(slot.unsharded_offset, slot.shape))
+            for param, slot in zip(self.params, layout.slots, strict=True)
+        ]
         if not layout.in_place:
             with torch.inference_mode(False):
                 self._split_outputs = _make_split_outputs(layout, self.unsharded)
@@ -142,6 +141,25 @@ class RowGather:
         else:
             for param, row in _pairs(layout, unsharded.flat, rows):
                 param.copy_(row)
+
+
+def new_rows(numel: int, dtype: torch.dtype, device: torch.device, comm: AllGather | None) -> Tensor:
+    """A buffer to gather into, which the user's collective may allocate."""
+    if comm is not None:
+        return comm.allocate((numel,), dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def gather_rows(
+    rows: Tensor, row: Tensor, route: Route | None, comm: AllGather | None, label: str
+) -> Pending:
+    """Gather the `row` of every rank into `rows`. Collective over `route.group`: all ranks must call."""
+    if route is None or rows.numel() == row.numel():
+        return Pending([], "all_gather", label, None)
+    if comm is not None:
+        comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
+        return Pending([], "all_gather", label, route)
+    return all_gather(rows, row, route, label)
 
 
 def _make_split_outputs(layout: Layout, unsharded: FlatBuffer) -> list[Tensor]:

@@ -231,6 +231,7 @@ class BucketSpec:
     device: torch.device  # of compute
     shard_device: torch.device  # the CPU where shards are offloaded
     pin_memory: bool = False
+    is_extended: bool = False  # its parameters' local tensors say themselves what to gather
 
 
 def digest(lines: Sequence[str]) -> str:

@@ -116,6 +116,12 @@ class DataAxes:
         """Ranks that see different batches: what a mean gradient is divided by."""
         return self.shard_size * self.replicate_size
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis by itself."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if names is None or self.mesh.ndim == 1 else self.mesh[names[-1]]
+
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
         """The placements on `mesh` of a parameter that lies as `sharded` on the shard axis."""
         replicated = () if self.replicate_group is None else (Replicate(),)

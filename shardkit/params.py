@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit._torch import ShardPlacementResult, is_replicated_module, local_of
+from shardkit._torch import ShardPlacementResult, is_replicated_module, local_of, wraps_tensors
+from shardkit.extension import has_extension
 from shardkit.mesh import DataAxes, axes_of_mesh_info
 from shardkit.placement import Blocks
 
@@ -132,7 +133,12 @@ def move_to_device(tensors: Iterable[tuple[str, Tensor]], device: torch.device) 
                 f"param {name!r}: expected it on {device}, the mesh's device, or on the CPU, got "
                 f"{tensor.device}. Move the module, or pass a mesh of its device."
             )
-        tensor.data = tensor.to(device)
+        if wraps_tensors(tensor):  # `.data` would leave the tensors inside where they are
+            moved = tensor.to(device)
+            is_param = isinstance(tensor, nn.Parameter)
+            torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_param else moved)
+        else:
+            tensor.data = tensor.to(device)
 
 
 def check_one_device(specs: Sequence[ParamSpec]) -> None:
@@ -163,6 +169,12 @@ def _check_param(name: str, param: nn.Parameter, manager: str | None) -> None:
             "its gradient yourself."
         )
     local = local_of(param) if isinstance(param, DTensor) else param
+    if wraps_tensors(local) and not has_extension(name, local):
+        raise TypeError(
+            f"param {name!r}: its {type(local).__name__} wraps tensors of its own and does not say how to "
+            "gather them. Define fsdp_pre_all_gather and fsdp_post_all_gather on the class, or pass the "
+            "parameter in ignored_params."
+        )
     if not local.is_contiguous():
         raise NotImplementedError(
             f"param {name!r}: shape {tuple(param.shape)} with strides {local.stride()} is not contiguous. "

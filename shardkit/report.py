@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardkit._torch import inner_tensors
 from shardkit.bucket import Bucket
 from shardkit.collectives import num_scratch_rows
 from shardkit.interop import unit_of, units_in
@@ -144,12 +145,18 @@ def _report_bucket(unit: Unit, bucket: Bucket) -> BucketReport:
         shard_size=spec.axes.shard_size,
         replicate_size=spec.axes.replicate_size,
         dtypes=Dtypes(spec.dtype, spec.compute_dtype, spec.reduce_dtype),
-        shard_bytes=bucket.shard.nbytes,
+        shard_bytes=_shard_bytes(bucket),
         unsharded_bytes=layout.numel * spec.compute_dtype.itemsize,
         padding_bytes=layout.padding_numel * spec.compute_dtype.itemsize,
         gather_bytes=_gather_bytes(unit, bucket),
         reduce_bytes=_reduce_bytes(unit, bucket),
     )
+
+
+def _shard_bytes(bucket: Bucket) -> int:
+    """Of the shard buffer, or of the users' own tensors."""
+    own = [param.local for param in bucket.params if param.is_extended]
+    return bucket.gather.shard.nbytes + sum(t.nbytes for local in own for t in inner_tensors(local))
 
 
 def _layout_kind(layout: Layout) -> str:
@@ -243,7 +250,7 @@ def _bucket_bytes(bucket: Bucket, offloads: bool) -> BucketBytes:
             scratch = num_scratch_rows(bucket.reduce_route) * row
     num_ranks = layout.num_ranks
     return BucketBytes(
-        shard=0 if offloads else bucket.shard.nbytes,
+        shard=0 if offloads else _shard_bytes(bucket),
         transit=layout.numel * spec.compute_dtype.itemsize if copies_out else 0,
         unsharded=gathered_numel * spec.compute_dtype.itemsize,
         rows=num_ranks * row,

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit._torch import has_grad_hooks, local_of, param_dict, set_local
 from shardkit.buffer import FlatBuffer
+from shardkit.extension import has_extension
 from shardkit.layout import Slot
 from shardkit.params import Owner, ParamSpec, remember_original
 from shardkit.plan import BucketPlan
@@ -34,6 +35,7 @@ class ShardedParam:
     __slots__ = (
         "_places",
         "axes",
+        "is_extended",
         "local",
         "name",
         "owners",
@@ -56,8 +58,9 @@ class ShardedParam:
         self.axes, self.sharding = spec.axes, sharding
         self.shape = tuple(spec.local.shape)  # unsharded, on this tensor-parallel rank
         self._places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
-        self.local = local  # this rank's part: a piece of the bucket's shard buffer, once that is made
         self.sharded = nn.Parameter(sharding.wrap_sharded(local), requires_grad=spec.param.requires_grad)
+        self.local = local_of(self.sharded)  # this rank's part: soon a piece of the bucket's shard buffer
+        self.is_extended = has_extension(self.name, self.local)  # as its bucket has it; see `is_adopted`
         self.unsharded: nn.Parameter | None = None
         remember_original(spec.param, self.name)
 
@@ -80,16 +83,25 @@ class ShardedParam:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the registered sharded parameter is ours, in our bytes: users replace both."""
+        """Whether the registered sharded parameter is ours, in our bytes, and extended as it was: users
+        replace the first two and set functions on them.
+        """
         places, name = self._places[0]
         param = places.get(name)
-        return param is self.unsharded or (param is self.sharded and local_of(param) is self.local)
+        if param is self.unsharded:
+            return True
+        same = param is self.sharded and local_of(param) is self.local
+        return same and has_extension(self.name, self.local) is self.is_extended
 
     def place_in(self, shard: FlatBuffer, slot: Slot) -> None:
-        """Move this rank's part into `shard`; the parameter object stays the one that optimizers hold."""
+        """Move this rank's part into `shard`."""
         local = shard.alias(slot.shard_offset, slot.local_shape)
         if not local.is_meta:
             local.copy_(self.local)
+        self.hold(local)
+
+    def hold(self, local: Tensor) -> None:
+        """Let `local` be this rank's part; the parameter object stays the one that optimizers hold."""
         self.local, self.unsharded = local, None
         set_local(self.sharded, local)
         self.register(self.sharded)
@@ -113,12 +125,13 @@ class ShardedParam:
             self.sharded = cast(nn.Parameter, param)
             self.register(self.sharded)
         self.local = local_of(param)
+        self.is_extended = has_extension(self.name, self.local)
         self.sharding = self.sharding.cast(self.local.dtype)
 
-    def make_unsharded(self, buffer: FlatBuffer, slot: Slot) -> nn.Parameter:
-        """Build the gathered form, once, on the bucket's unsharded bytes."""
+    def make_unsharded(self, local: Tensor) -> nn.Parameter:
+        """Build the gathered form, once, around what this tensor-parallel rank has of it."""
         with torch.inference_mode(False):
-            tensor = self.sharding.wrap_unsharded(buffer.tensor(slot.unsharded_offset, slot.shape))
+            tensor = self.sharding.wrap_unsharded(local)
             self.unsharded = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
         gathered_names[self.unsharded] = self.name
         return self.unsharded

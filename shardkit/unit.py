@@ -305,9 +305,12 @@ _live_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _fits(bucket: Bucket) -> bool:
-    """Whether the parameters' present tensors have the dtype and device of the bucket's shard buffer."""
-    flat = bucket.shard.flat
-    return all(p.local.dtype == flat.dtype and p.local.device == flat.device for p in bucket.params)
+    """Whether the parameters' present tensors are such as the bucket was made for."""
+    flat, is_extended = bucket.gather.shard.flat, bucket.spec.is_extended
+    return all(
+        p.local.dtype == flat.dtype and p.local.device == flat.device and p.is_extended is is_extended
+        for p in bucket.params
+    )
 
 
 def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:

@@ -26,12 +26,12 @@ DATA_FLOW = """
     layout buffer
     streams collectives agreement
     specs redistribute ragged_ops ragged_reduce ragged_views ragged
-    params sharding sharded_param
-    gather grads bucket reduction assemble
+    extension params sharding sharded_param
+    gather extension_gather grads bucket reduction assemble
     unit checks interop
     hooks watch module api
 """
-SIBLINGS = ("clip", "report", "wrap", "init", "optim", "checkpoint", "tools")
+SIBLINGS = ("clip", "report", "wrap", "quantized", "init", "optim", "checkpoint", "tools")
 ROOT = "shardkit"  # the package's __init__: imports from all, imported by none
 
 PLACE = {name: place for place, name in enumerate([*DATA_FLOW.split(), *SIBLINGS, ROOT])}
