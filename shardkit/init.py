@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import local_of, new_dtensor, reset_function_of, spec_of
+from shardkit._torch import inner_tensors, local_of, new_dtensor, reset_function_of, spec_of
 from shardkit.bucket import Bucket
 from shardkit.collectives import broadcast
 from shardkit.interop import units_in
@@ -105,16 +105,19 @@ def broadcast_replicas_(model: nn.Module) -> None:
 
 
 def _broadcast(bucket: Bucket) -> None:
-    flat, route = bucket.shard.flat, bucket.replicate_route
+    route = bucket.replicate_route
     assert route is not None
-    if flat.is_meta:
-        names = [param.name for param in bucket.params]
+    names = [param.name for param in bucket.params if param.local.is_meta]
+    if names:
         raise ValueError(f"broadcast_replicas_: {names} are on meta. Call materialize_ on the model first.")
+    own = [inner for p in bucket.params if p.is_extended for inner in inner_tensors(p.local)]
     with torch.no_grad():
-        sent = flat.to(bucket.spec.device)  # offloaded shards pass through the device of the group
-        broadcast(sent, route, bucket.label).wait()
-        if sent is not flat:
-            flat.copy_(sent)
+        for flat in (bucket.gather.shard.flat, *own):
+            sent = flat.to(bucket.spec.device)  # offloaded shards pass through the device of the group
+            if sent.numel():
+                broadcast(sent, route, bucket.label).wait()
+            if sent is not flat:
+                flat.copy_(sent)
     torch.autograd.graph.increment_version([param.sharded for param in bucket.params])
 
 
