@@ -62,6 +62,7 @@ class Streams:
             buffer.free()
         else:
             self._retired.append((event, buffer))
+            self.reclaim(keep=1)
 
     def is_retired(self, buffer: FlatBuffer) -> bool:
         """Whether the bytes are on their way out."""

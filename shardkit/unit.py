@@ -275,6 +275,7 @@ class Tree:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.gather.drop()
+        self.streams.reclaim(keep=0)
 
     def reset(self) -> None:
         """Forget a failed iteration. Collective where gathers are under way: all ranks must have failed."""
