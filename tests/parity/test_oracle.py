@@ -1,10 +1,14 @@
-"""Gradients and parameters against one process: model x strategy x precision x accumulation.
+"""Gradients and parameters against one process: model x strategy x placement x precision x accumulation.
 
-    full        Shard(0) over all ranks, freed after forward
+    full        shards over all ranks, freed after forward
     kept        the same, kept until backward is over
     copies      F = 1: every rank holds everything, one all-reduce
     hybrid      2 copies of 2 shards
     halves      freed to one half after forward (reshard_after_forward=2 on 4 ranks)
+
+    rows        Shard(0)
+    ragged      Blocks()
+    mixed       both in one unit, and cuts inside rows
 
 At two ranks everything is equal to the bit. At three and four a sum may run in another order, so 1e-6 of the
 largest gradient is allowed where it is added in float32; where it is added in 16 bits the order would show,
@@ -22,9 +26,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from shardkit import MixedPrecisionPolicy, fully_shard
+from shardkit import Blocks, MixedPrecisionPolicy, fully_shard
 from tests.support.models import CASES, MLP, Case, normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import run_ranks
@@ -112,22 +116,53 @@ STRATEGIES: dict[str, Callable[[int], Options]] = {
     "hybrid": lambda world_size: {"mesh": grid(2, world_size)},
     "halves": lambda world_size: {"mesh": flat(world_size), "reshard_after_forward": 2},
 }
+
+
+def mixed(param: nn.Parameter) -> Shard | Blocks:
+    """Ragged and interleaved parameters in one unit."""
+    if param.ndim == 1:
+        return Blocks.elements()
+    return Shard(0) if param.numel() % 2 else Blocks(2)
+
+
+PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | Blocks] | None] = {
+    "rows": None,  # Shard(0)
+    "ragged": lambda param: Blocks(),
+    "mixed": mixed,
+}
 RUNS = [
-    ("full", 1),
-    ("full", 2),
-    ("full", 3),
-    ("full", 4),
-    ("kept", 2),
-    ("copies", 2),
-    ("copies", 3),
-    ("hybrid", 4),
-    ("halves", 4),
+    ("full", 1, "rows"),
+    ("full", 2, "rows"),
+    ("full", 3, "rows"),
+    ("full", 4, "rows"),
+    ("kept", 2, "rows"),
+    ("copies", 2, "rows"),
+    ("copies", 3, "rows"),
+    ("hybrid", 4, "rows"),
+    ("halves", 4, "rows"),
+    ("full", 1, "ragged"),
+    ("full", 2, "ragged"),
+    ("full", 3, "mixed"),
+    ("kept", 2, "mixed"),
+    ("copies", 2, "mixed"),
+    ("hybrid", 4, "ragged"),
+    ("halves", 4, "mixed"),
 ]
 
 
-def runs_at(world_size: int) -> list[tuple[str, str]]:
-    """(model, precision) of everything that can be compared on so many ranks."""
-    return [(name, precision) for precision in PRECISIONS for name in PRECISIONS[precision].cases(world_size)]
+def options_of(strategy: str, world_size: int, placement: str) -> Options:
+    """What `fully_shard` is told."""
+    return {**STRATEGIES[strategy](world_size), "shard_placement_fn": PLACEMENTS[placement]}
+
+
+def runs_at(world_size: int, placement: str) -> list[tuple[str, str]]:
+    """(model, precision) of everything that can be compared on so many ranks.
+
+    Placement and precision meet in one place, the cast into the rows: ragged runs leave out the precisions
+    that cast there as others do.
+    """
+    precisions = PRECISIONS if placement == "rows" else ("fp32", "bf16_fp32")
+    return [(name, precision) for precision in precisions for name in PRECISIONS[precision].cases(world_size)]
 
 
 def batch(step: int, rank: int) -> int:
@@ -172,8 +207,10 @@ def reference_steps(name: str, precision: str, world_size: int) -> list[Step]:
     return steps
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RUNS)
-def test_gradients_and_steps_equal_those_of_one_process(strategy: str, world_size: int) -> None:
+@pytest.mark.parametrize(("strategy", "world_size", "placement"), RUNS)
+def test_gradients_and_steps_equal_those_of_one_process(
+    strategy: str, world_size: int, placement: str
+) -> None:
     def trains(name: str, precision: str, rank: int, options: Options) -> None:
         dtypes = PRECISIONS[precision]
         case = dtypes.cases(world_size)[name]
@@ -188,11 +225,11 @@ def test_gradients_and_steps_equal_those_of_one_process(strategy: str, world_siz
             assert_params_equal(model, expected.params, world_size)
 
     def check(rank: int, world_size: int) -> None:
-        options = STRATEGIES[strategy](world_size)
+        options = options_of(strategy, world_size, placement)
         for run in runs:
             named(lambda run=run: trains(*run, rank, options), *run)
 
-    runs = runs_at(world_size)
+    runs = runs_at(world_size, placement)
     for run in runs:
         reference_steps(*run, world_size)  # kept by the cache for all ranks
     run_ranks(check, world_size)
@@ -293,27 +330,31 @@ ACCUMULATIONS = {
     "all_reduce_last": (only_last_all_reduced, reduced_late),
 }
 ACCUMULATION_RUNS = [
-    ("full", 2, "synced"),
-    ("full", 2, "unsynced"),
-    ("full", 3, "unsynced"),
-    ("kept", 2, "unsynced_kept"),
-    ("copies", 2, "unsynced"),
-    ("copies", 2, "all_reduce_last"),
-    ("hybrid", 4, "all_reduce_last"),
-    ("halves", 4, "unsynced"),
+    ("full", 2, "synced", "rows"),
+    ("full", 2, "unsynced", "rows"),
+    ("full", 3, "unsynced", "rows"),
+    ("kept", 2, "unsynced_kept", "rows"),
+    ("copies", 2, "unsynced", "rows"),
+    ("copies", 2, "all_reduce_last", "rows"),
+    ("hybrid", 4, "all_reduce_last", "rows"),
+    ("halves", 4, "unsynced", "rows"),
+    ("full", 2, "synced", "mixed"),
+    ("full", 3, "unsynced", "ragged"),
+    ("kept", 2, "unsynced_kept", "mixed"),
+    ("hybrid", 4, "all_reduce_last", "mixed"),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "world_size", "accumulation"), ACCUMULATION_RUNS)
+@pytest.mark.parametrize(("strategy", "world_size", "accumulation", "placement"), ACCUMULATION_RUNS)
 def test_accumulated_gradients_equal_those_of_one_process(
-    strategy: str, world_size: int, accumulation: str
+    strategy: str, world_size: int, accumulation: str, placement: str
 ) -> None:
     prepare, combine = ACCUMULATIONS[accumulation]
     references = {
         (name, precision): combined(
             combine, grads_of_batches(name, precision, world_size, 3), PRECISIONS[precision].adds_in
         )
-        for name, precision in runs_at(world_size)
+        for name, precision in runs_at(world_size, placement)
         if PRECISIONS[precision].param_dtype != torch.float16  # divided before each sum: other roundings
     }
 
@@ -328,7 +369,7 @@ def test_accumulated_gradients_equal_those_of_one_process(
         assert_grads_equal(model, references[name, precision], world_size)
 
     def check(rank: int, world_size: int) -> None:
-        options = STRATEGIES[strategy](world_size)
+        options = options_of(strategy, world_size, placement)
         for run in references:
             named(lambda run=run: accumulates(*run, rank, options), *run)
 

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardkit import MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from shardkit import Blocks, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from shardkit.collectives import count_traffic
 from tests.support.models import normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
@@ -93,17 +93,18 @@ def run_step(schedule: object, mesh: DeviceMesh, data_rank: int, layout: Layout)
 
 # Zero-bubble schedules ask autograd for the gradients of `stage.parameters()` between forward and backward,
 # so these must be the gathered ones: they need reshard_after_forward=False, as with torch.
-RUNS = [(name, False) for name in LAYOUTS] + [("1f1b", True), ("interleaved", True)]
+RUNS = [(name, False, None) for name in LAYOUTS] + [("1f1b", True, None), ("interleaved", True, None)]
+RAGGED_RUNS = [("1f1b", True, Blocks()), ("interleaved", False, Blocks()), ("zero_bubble_v", False, Blocks())]
 
 
-@pytest.mark.parametrize(("name", "setting"), RUNS)
-def test_a_schedule_gives_the_gradients_of_one_process(name: str, setting: bool) -> None:
+@pytest.mark.parametrize(("name", "setting", "wish"), RUNS + RAGGED_RUNS)
+def test_a_schedule_gives_the_gradients_of_one_process(name: str, setting: bool, wish: Blocks | None) -> None:
     layout = LAYOUTS[name]
     grads = oracle_grads(build(), loss, 2)
 
     def check(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
-        stages = stages_of(layout, mesh, reshard_after_forward=setting)
+        stages = stages_of(layout, mesh, reshard_after_forward=setting, shard_placement_fn=lambda param: wish)
         if len(stages) > 1:
             share_comm_ctx([stage.submod for stage in stages])
         schedule = schedule_of(layout, stages)
