@@ -103,7 +103,8 @@ def check_devices(name: str, params: Sequence[ShardedParam], policy: UnitPolicy)
     if on_meta:
         raise RuntimeError(
             f"{name}: parameters are still on the meta device: {on_meta}. Call materialize_(model), "
-            "or load a checkpoint with assign=True, before the first forward."
+            "or to_empty(device=...) and initialise them, or load a checkpoint with assign=True, before the "
+            "first forward."
         )
     elsewhere = [param.name for param in params if policy.offloads and param.local.device.type != "cpu"]
     if elsewhere:
