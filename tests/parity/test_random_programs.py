@@ -180,7 +180,7 @@ class Twin:
         self.params = dict(self.model.named_parameters())
         self.optimizer = torch.optim.SGD(self.params.values(), lr=0.1)
         self.held: list[dict[str, Tensor]] = [{} for _ in range(world_size)]  # not yet reduced, by rank
-        self.scale = 0.0  # of the largest gradient that a rank had
+        self.scale = 0.0  # of the largest gradient that a rank had, of parameters or inputs
 
     def run(self, step: int, turn: int, sync: str) -> list[tuple[Tensor, Tensor | None]]:
         """One micro-batch: the loss and the input's gradient of every rank."""
@@ -189,6 +189,8 @@ class Twin:
             inputs, loss = _loss(self.computed(held), self.program, rank, step, turn)
             if loss.requires_grad:
                 loss.backward()
+            if inputs.grad is not None:
+                self.scale = max(self.scale, inputs.grad.abs().max().item())
             results.append((loss.detach(), inputs.grad))
         if sync == "all" and loss.requires_grad:
             self._reduce()
@@ -224,7 +226,7 @@ class Twin:
         if len(self.held) == 2 and "shard" not in program.micro_batches and not program.root.forks:
             return 0.0
         computed = {program.param_dtype} if step or program.root.forks else set()
-        return 5e-2 if torch.bfloat16 in {program.reduce_dtype or program.param_dtype, *computed} else 1e-5
+        return 5e-2 if torch.bfloat16 in {program.reduce_dtype or program.param_dtype, *computed} else 1e-4
 
     def _reduce(self) -> None:
         for name, param in self.params.items():
