@@ -166,20 +166,25 @@ def _depth(named: tuple[str, nn.Module]) -> int:
 
 def _with_bytes(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The same kind of tensor with real, unwritten bytes."""
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     fresh = torch.empty_like(local, device=device, requires_grad=False)
-    torch.empty(0, dtype=torch.uint8, device=device).set_(fresh.untyped_storage()).fill_(_UNWRITTEN)
+    for inner in inner_tensors(fresh):
+        torch.empty(0, dtype=torch.uint8, device=device).set_(inner.untyped_storage()).fill_(_UNWRITTEN)
     if isinstance(tensor, DTensor):
         fresh = new_dtensor(type(tensor), fresh, spec_of(tensor), requires_grad=False)
     return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
 
 
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold this rank's part of a tensor."""
+    return inner_tensors(local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach())
+
+
 def _version(tensor: Tensor) -> int:
     """Grows when the tensor is written to, though not when its `.data` is."""
-    return tensor._version + (local_of(tensor)._version if isinstance(tensor, DTensor) else 0)
+    return tensor._version + sum(part._version for part in _parts(tensor))
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    flat = local.detach().reshape(-1).view(torch.uint8)
-    return flat.numel() > 0 and bool((flat == _UNWRITTEN).all())
+    flats = [part.reshape(-1).view(torch.uint8) for part in _parts(tensor) if part.numel()]
+    return bool(flats) and all(bool((flat == _UNWRITTEN).all()) for flat in flats)

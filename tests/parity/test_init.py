@@ -22,6 +22,7 @@ from shardkit import (
 )
 from shardkit._torch import local_of
 from shardkit.collectives import count_traffic
+from tests.parity.test_extensions import RoundedTensor
 from tests.support.models import CASES, Transformer, normal_batch
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
@@ -61,11 +62,12 @@ def assert_in_shard_buffers(model: nn.Module) -> None:
     """Every parameter's bytes lie inside its bucket's shard buffer, so that a gather sends them."""
     for unit in fully_shard.state(model).unit.tree.units:
         for bucket in unit.buckets:
-            start = bucket.shard.flat.data_ptr()
+            shard = bucket.gather.shard
+            start = shard.flat.data_ptr()
             for param in bucket.params:
                 assert param.registered is param.sharded and local_of(param.sharded) is param.local
                 if param.local.numel():
-                    assert start <= param.local.data_ptr() < start + bucket.shard.nbytes
+                    assert start <= param.local.data_ptr() < start + shard.nbytes
 
 
 # ---------------------------------------------------------------- materialize_
@@ -229,6 +231,22 @@ def test_what_no_unit_manages_is_materialised_too() -> None:
         a, b = of_all_ranks(model[0].weight.detach())
         assert torch.equal(a, b) and a.std() > 0
         assert torch.equal(model[1].running_var, torch.ones(4)) and int(model[1].num_batches_tracked) == 0
+
+    run_ranks(check, 2)
+
+
+def test_a_tensor_subclass_stays_one() -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        model[0].weight = nn.Parameter(RoundedTensor(torch.empty(4, 4, device="meta")))
+        fully_shard(model)
+
+        def ones(layer: nn.Linear) -> None:
+            nn.init.ones_(local_of(layer.weight).data_inside)
+
+        materialize_(model, init_fn=ones)
+        assert type(local_of(model[0].weight)) is RoundedTensor
+        assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0))
 
     run_ranks(check, 2)
 
