@@ -35,12 +35,14 @@ def check_all_managed(tree: Tree) -> None:
     if key == _checked_key.get(tree):
         return
     params = [param for unit in tree.units for param in unit.params]
-    managed = {id(form) for param in params for form in (param.sharded, param.unsharded)}
-    names = {param.name for param in params}  # what was put in their place is `Unit.adopt`'s to judge
-    for root in tree.root.modules:
-        for name, param in root.named_parameters():
-            is_ours = id(param) in managed | tree.ignored or name in names or isinstance(param, DTensor)
-            if param.requires_grad and not is_ours:
+    managed = {id(form) for param in params for form in (param.sharded, param.unsharded)} | tree.ignored
+    # what was put in a parameter's place is `Unit.adopt`'s to judge
+    places = {(id(owner.module), owner.name) for param in params for owner in param.owners}
+    modules = [named for root in tree.root.modules for named in root.named_modules()]
+    for prefix, module in modules:
+        for name, param in module.named_parameters(prefix, recurse=False):
+            is_ours = id(param) in managed or isinstance(param, DTensor)
+            if param.requires_grad and not is_ours and (id(module), name.rpartition(".")[2]) not in places:
                 raise ValueError(
                     f"param {name!r}: it was added after fully_shard, so it is not sharded and its gradient "
                     "would differ on every rank. Add it before, call fully_shard on its module, or name it "

@@ -96,6 +96,7 @@ class Unit:
                 for bucket in self.buckets:
                     bucket.take_in(replaced)
             else:
+                _check_no_grads_wait(self)
                 self.buckets = make_buckets(self.params, self.policy, self.buckets)
                 self.tree.rename()
 
@@ -312,6 +313,14 @@ def _fits(bucket: Bucket) -> bool:
         p.local.dtype == flat.dtype and p.local.device == flat.device and p.is_extended is is_extended
         for p in bucket.params
     )
+
+
+def _check_no_grads_wait(unit: Unit) -> None:
+    if any(not bucket.grads.is_empty or bucket.grads.partial is not None for bucket in unit.buckets):
+        raise RuntimeError(
+            f"unit {unit.name!r}: its parameters were cast or moved while gradients of micro-batches without "
+            "sync wait in another dtype or place. Do it after a synced backward."
+        )
 
 
 def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
