@@ -1,7 +1,7 @@
 """`RaggedTensor`: a DTensor whose layout holds a `RaggedShard`, on stock torch.
 
 Level 6 of the data flow. It wraps local tensors and knows how to come from and go to plain tensors, other
-layouts (`redistribute.py` moves the data), files (torch's distributed checkpoint asks it for its boxes) and
+layouts (`exchange.py` moves the data), files (torch's distributed checkpoint asks it for its boxes) and
 compiled graphs. What an operator does to the local tensors is decided in `ragged_ops.py` and the files that
 register rules there; an operator without a rule raises and names itself.
 
@@ -30,8 +30,8 @@ import shardkit.ragged_views  # noqa: F401  these two register their rules
 from shardkit import _torch, ragged_ops
 from shardkit._torch import DTensorSpec, OpOverload, local_of, make_spec, meta_of, new_dtensor, spec_of
 from shardkit.boxes import Box, local_boxes, local_part, local_shape
+from shardkit.exchange import Transfer, scatter, transfer
 from shardkit.placement import RaggedShard, contiguous_stride
-from shardkit.redistribute import Transfer, scatter, transfer
 from shardkit.specs import ThisMesh, coordinate_of, interned_spec, layout_of, same_placements
 
 

@@ -33,8 +33,8 @@ from shardkit._torch import (
     spec_of,
 )
 from shardkit.boxes import Layout, local_part
+from shardkit.exchange import transfer
 from shardkit.placement import RaggedShard
-from shardkit.redistribute import transfer
 from shardkit.specs import coordinate_of, layout_of, same_layout, sharded_axes, spec_with
 
 Args = tuple[object, ...]

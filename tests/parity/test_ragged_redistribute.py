@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-import shardkit.redistribute as moving
+import shardkit.exchange as moving
 from shardkit.placement import RaggedShard
 from shardkit.ragged import RaggedTensor, Redistribution, distribute_tensor, redistribute
 from tests.parity.ragged_layouts import values

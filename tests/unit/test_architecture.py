@@ -25,7 +25,7 @@ DATA_FLOW = """
     packing plan
     layout buffer
     streams collectives agreement
-    specs redistribute ragged_ops ragged_reduce ragged_views ragged
+    specs exchange ragged_ops ragged_reduce ragged_views ragged
     extension params sharding sharded_param
     gather extension_gather grads bucket reduction assemble
     unit checks interop

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardkit.boxes import Box, Layout, local_boxes, local_shape
+from shardkit.exchange import Message, plan_exchange
 from shardkit.placement import RaggedShard
-from shardkit.redistribute import Message, plan_exchange
 from tests.unit.layouts import coordinates, held, layouts, mesh_shapes, shapes
 
 
