@@ -165,23 +165,17 @@ def scatter(
 
 
 def with_all_units(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """The layout with the units of every tensor-parallel coordinate, which differ where TP divides unevenly.
+    """The layout with the units of every tensor-parallel coordinate.
 
-    Collective over the axes other than the ragged one in that case only.
+    Each coordinate plans its own parts, so they differ where TP divides this or another parameter of the
+    bucket unevenly. Collective over the axes beside the ragged one where one of them cuts the tensor.
     """
     axis = layout.ragged_axis
     if axis is None:
         return layout
     ragged = layout.placements[axis]
     assert isinstance(ragged, RaggedShard)
-    uneven = [
-        other
-        for other, placement in enumerate(layout.placements)
-        if isinstance(placement, Shard)
-        and placement.dim in ragged.dims
-        and layout.shape[placement.dim] % layout.mesh_shape[other]
-    ]
-    if not uneven:
+    if not any(isinstance(placement, Shard) for placement in layout.placements):
         return layout
     me = coordinate_of(mesh)
     units = {me[:axis] + me[axis + 1 :]: ragged.local_units}

@@ -75,8 +75,10 @@ def block_numel(blocks: Blocks, shape: Sequence[int]) -> BlockNumel:
     shape (4, 6, 3), Blocks(2)    ->  6, None     every matrix is a whole number of blocks
     shape (8, 3), Blocks.whole()  -> 24, None
     """
-    if len(shape) < 2 or blocks.cut == "elements" or 0 in shape:
+    if len(shape) < 2 or blocks.cut == "elements":
         return BlockNumel(1, None)
+    if 0 in shape:  # a row, so that an empty part of a matrix is placed along the dims that the others are
+        return BlockNumel(max(1, math.prod(shape[2 if len(shape) == 3 else 1 :])), None)
     matrix_numel = _matrix_numel(shape)
     if blocks.cut == "matrices":
         return BlockNumel(matrix_numel, None)
