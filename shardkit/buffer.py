@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from shardkit.placement import contiguous_stride
+
 
 class FlatBuffer:
     """`numel` elements of one dtype on one device, allocated and freed as a whole."""
@@ -67,12 +69,3 @@ class FlatBuffer:
             flat = self.flat[offset : offset + math.prod(shape)]
             own = from_dlpack(flat.view(torch.uint8)) if flat.numel() else flat.new_empty(0)
             return own.view(flat.dtype).view(tuple(shape))
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a row-major tensor."""
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import keep_versions, local_of
 from shardkit.agreement import exchange_texts
-from shardkit.buffer import FlatBuffer, contiguous_stride
+from shardkit.buffer import FlatBuffer
 from shardkit.collectives import Route, has_peers
 from shardkit.extension import (
     Extended,
@@ -38,6 +38,7 @@ from shardkit.extension import (
 )
 from shardkit.gather import RowGather, gather_rows, new_rows
 from shardkit.layout import BucketSpec
+from shardkit.placement import contiguous_stride
 from shardkit.sharded_param import ShardedParam
 from shardkit.streams import Streams
 

@@ -30,10 +30,9 @@ from shardkit._torch import (
     wait_async,
     with_dtype,
 )
-from shardkit.buffer import contiguous_stride
 from shardkit.mesh import join_meshes
 from shardkit.params import ParamSpec
-from shardkit.placement import RaggedShard
+from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.ragged import RaggedTensor
 
 
