@@ -147,7 +147,7 @@ def new_rows(numel: int, dtype: torch.dtype, device: torch.device, comm: AllGath
     """A buffer to gather into, which the user's collective may allocate."""
     if comm is not None:
         return comm.allocate((numel,), dtype=dtype, device=device)
-    return torch.empty(numel, dtype=dtype, device=device)
+    return FlatBuffer(numel, dtype, device).flat
 
 
 def gather_rows(
