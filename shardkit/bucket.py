@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardkit.collectives import Route
 from shardkit.errors import GatheredParamError
@@ -23,6 +23,12 @@ from shardkit.sharded_param import GradHook, ShardedParam
 from shardkit.streams import Streams
 
 _version_of = attrgetter("_version")
+_wants_grad = attrgetter("requires_grad")
+_shard_wants_grad = attrgetter("sharded.requires_grad")
+
+
+# what a module holds: (its parameters by attribute, the attribute, the parameter to be there)
+Entries = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]
 
 
 class Bucket:
@@ -46,6 +52,9 @@ class Bucket:
         self._versions: list[int] = []  # of the gathered parameters, when they were registered
         self._wants_grad: list[bool] = []
         self._written = self._tensors_at_rest()
+        self._at_rest = _entries(self.params, [param.sharded for param in self.params])
+        self._gathered: Entries = []
+        self._gathered_of: list[nn.Parameter] = []  # the tensors that `_gathered` was made of
 
     @property
     def is_unsharded(self) -> bool:
@@ -98,14 +107,15 @@ class Bucket:
             torch.autograd.graph.increment_version(
                 tensors
             )  # what older graphs saved is gone; let them say so
-        wants_grad = [param.sharded.requires_grad for param in self.params]
+        wants_grad = list(map(_shard_wants_grad, self.params))
         if self._wants_grad != wants_grad:
             self._wants_grad = wants_grad
             for index, param in enumerate(self.params):
                 param.follow_requires_grad(partial(hook_for, self, index))
         self._versions = list(map(_version_of, tensors))
-        for param, tensor in zip(self.params, tensors, strict=True):
-            param.register(tensor)
+        if self._gathered_of is not tensors:
+            self._gathered, self._gathered_of = _entries(self.params, tensors), tensors
+        _register(self._gathered)
 
     def reshard(self, streams: Streams) -> None:
         """Register the sharded parameters and free the gathered ones; nothing where that is so already.
@@ -124,20 +134,20 @@ class Bucket:
         self.gather.take_in(replaced)
         self._num_replaced += 1
         self._written = self._tensors_at_rest()
+        self._at_rest = _entries(self.params, [param.sharded for param in self.params])
 
     def _reshard(self, free: Callable[[], None]) -> None:
         self.gather.drop()
         if not self.is_unsharded:
             return
         self._follow_gathered()
-        for param in self.params:
-            param.register(param.sharded)
+        _register(self._at_rest)
         free()
         self._check_not_written()
 
     def _follow_gathered(self) -> None:
         """Let the shards require gradients as the gathered parameters, where the user toggled those."""
-        wants_grad = [tensor.requires_grad for tensor in self.gather.tensors]
+        wants_grad = list(map(_wants_grad, self.gather.tensors))
         if wants_grad != self._wants_grad:
             for param, wants in zip(self.params, wants_grad, strict=True):
                 param.sharded.requires_grad_(wants)
@@ -164,3 +174,13 @@ class Bucket:
     def _values(self) -> tuple[int, int]:
         """What differs when the shards have been written to or replaced."""
         return self._num_replaced, sum(map(_version_of, self._written))
+
+
+def _entries(params: Sequence[ShardedParam], held: Sequence[nn.Parameter]) -> Entries:
+    """Every attribute of the parameters, each with what it is to hold."""
+    return [(*place, tensor) for param, tensor in zip(params, held, strict=True) for place in param.places]
+
+
+def _register(entries: Entries) -> None:
+    for places, name, param in entries:
+        places[name] = param

@@ -24,12 +24,10 @@ class FlatBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = False) -> None:
         with torch.inference_mode(False):  # an inference tensor could never be written by training again
-            self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)  # (numel,)
+            self.flat = empty_flat(numel, dtype, device, pin=pin)  # (numel,)
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._is_huge = device.type == "cpu" and not pin and self._nbytes >= _HUGE_BYTES
-        if self._is_huge:
-            _ask_for_huge_pages(self._storage)
+        self._is_huge = _is_huge(self._nbytes, device) and not pin
 
     @property
     def is_allocated(self) -> bool:
@@ -76,6 +74,18 @@ class FlatBuffer:
             flat = self.flat[offset : offset + math.prod(shape)]
             own = from_dlpack(flat.view(torch.uint8)) if flat.numel() else flat.new_empty(0)
             return own.view(flat.dtype).view(tuple(shape))
+
+
+def empty_flat(numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool = False) -> Tensor:
+    """(numel,) with unspecified content, for a collective."""
+    flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+    if not pin and _is_huge(numel * dtype.itemsize, device):
+        _ask_for_huge_pages(flat.untyped_storage())
+    return flat
+
+
+def _is_huge(nbytes: int, device: torch.device) -> bool:
+    return nbytes >= _HUGE_BYTES and device.type == "cpu"
 
 
 _HUGE_BYTES = 4 << 20  # NumPy asks for them from this size on too

@@ -8,12 +8,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import attributes_key, inner_tensors
+from shardkit._torch import inner_tensors
 from shardkit.agreement import check_agreement
 from shardkit.bucket import Bucket
 from shardkit.collectives import has_peers
@@ -21,7 +22,7 @@ from shardkit.errors import PlanMismatchError
 from shardkit.extension import has_extension
 from shardkit.unit import Tree
 
-_checked_key: weakref.WeakKeyDictionary[Tree, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Tree, list[object]] = weakref.WeakKeyDictionary()
 _agreed: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
@@ -31,8 +32,9 @@ def check_all_managed(tree: Tree) -> None:
     Raises:
         ValueError: there is one, and it was not in `ignored_params`.
     """
-    key = hash(tuple(attributes_key(module) for unit in tree.units for _, module in unit.managed))
-    if key == _checked_key.get(tree):
+    attributes = [names_and_children for unit in tree.units for names_and_children in unit.attributes]
+    seen: list[object] = [*map(len, attributes), *chain.from_iterable(attributes)]
+    if seen == _checked.get(tree):
         return
     params = [param for unit in tree.units for param in unit.params]
     managed = {id(form) for param in params for form in (param.sharded, param.unsharded)} | tree.ignored
@@ -48,7 +50,7 @@ def check_all_managed(tree: Tree) -> None:
                     "would differ on every rank. Add it before, call fully_shard on its module, or name it "
                     "in ignored_params and reduce it yourself."
                 )
-    _checked_key[tree] = key
+    _checked[tree] = seen
 
 
 def check_ranks_agree(tree: Tree) -> None:

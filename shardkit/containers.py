@@ -43,11 +43,11 @@ def find_tensors(value: object) -> list[Tensor]:
 def _find_tensors(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _find_tensors(item, found)
     elif isinstance(value, (list, tuple)):
         for item in value:
+            _find_tensors(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             _find_tensors(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):

@@ -90,13 +90,16 @@ class GatherPlan:
     outputs: tuple[tuple[OutputSpec, ...], ...]  # by parameter
 
 
+EXTENSION_NAMES = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
 def has_extension(name: str, local: Tensor) -> bool:
     """Whether a local tensor says itself what to gather.
 
     Raises:
         ValueError: it has only one of the two functions.
     """
-    has_pre, has_post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    has_pre, has_post = (hasattr(local, name) for name in EXTENSION_NAMES)
     if has_pre is not has_post:
         there, missing = ("pre", "post") if has_pre else ("post", "pre")
         raise ValueError(

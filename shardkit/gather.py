@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardkit._torch import AllGather
-from shardkit.buffer import FlatBuffer
+from shardkit.buffer import FlatBuffer, empty_flat
 from shardkit.collectives import Pending, Route, all_gather
 from shardkit.layout import BucketSpec, Layout
 from shardkit.sharded_param import ShardedParam
@@ -40,7 +40,9 @@ class RowGather:
         self._rows: Tensor | None = None  # gathered, not yet copied out
         self._pending: Pending | None = None
         self._piece: Tensor | None = None  # of the rows, kept after forward
-        self._split_outputs: list[Tensor] = []
+        self._transit: FlatBuffer | None = None  # of the rows, where they are ours and not the parameters
+        self._copied_from: Tensor | None = None  # the rows that these are views of, and of the parameters
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.take_in(self.params)
 
     @property
@@ -60,8 +62,13 @@ class RowGather:
         layout, route = self.spec.layout, self.route
         if layout.in_place and self.comm is None:
             rows = self._allocate_unsharded().flat  # the parameters' own bytes
-        else:
+        elif self.comm is not None:
             rows = new_rows(layout.numel, self.spec.compute_dtype, self.spec.device, self.comm)
+        else:
+            if self._transit is None:
+                self._transit = FlatBuffer(layout.numel, self.spec.compute_dtype, self.spec.device)
+            self._transit.allocate()
+            rows = self._transit.flat
         self._rows = rows
         if self._piece is not None and self.small_group is not None and route is not None:
             self._pending = all_gather(rows, self._piece, replace(route, group=self.small_group), label)
@@ -79,6 +86,8 @@ class RowGather:
         if self._rows is not None:
             rows, self._rows = self._rows, None
             self._copy_out(rows, self._allocate_unsharded())
+            if self._transit is not None:
+                self._transit.free()
 
     def finish(self) -> None:
         """The gathered parameters are there for whoever computes."""
@@ -89,8 +98,9 @@ class RowGather:
         if self._pending is not None:
             self._pending.wait()
             self._pending = self._rows = None
-            if self.unsharded is not None:
-                self.unsharded.free()
+            for buffer in (self.unsharded, self._transit):
+                if buffer is not None:
+                    buffer.free()
 
     def drop_piece(self) -> None:
         """Forget what was kept of values that are no more."""
@@ -123,9 +133,6 @@ class RowGather:
             param.make_unsharded(self.unsharded.tensor(slot.unsharded_offset, slot.shape))
             for param, slot in zip(self.params, layout.slots, strict=True)
         ]
-        if not layout.in_place:
-            with torch.inference_mode(False):
-                self._split_outputs = _make_split_outputs(layout, self.unsharded)
         return self.unsharded
 
     def _copy_out(self, rows: Tensor, unsharded: FlatBuffer) -> None:
@@ -134,20 +141,23 @@ class RowGather:
             return
         if layout.in_place:  # but the user's collective has a buffer of its own
             unsharded.flat.copy_(rows)
-        elif layout.columns:
+            return
+        if rows is not self._copied_from:
+            self._copied_from = None if self.comm is not None else rows
+            self._copies = _copies(layout, unsharded, rows)
+        params, parts = self._copies
+        if layout.columns and rows.device.type != "cpu":  # a single kernel
             sizes = [numel for numel, _ in layout.columns]
-            columns = rows.view(layout.num_ranks, -1)
-            torch.split_with_sizes_copy(columns, sizes, dim=1, out=self._split_outputs)
+            torch.split_with_sizes_copy(rows.view(layout.num_ranks, -1), sizes, dim=1, out=params)
         else:
-            for param, row in _pairs(layout, unsharded.flat, rows):
-                param.copy_(row)
+            torch._foreach_copy_(params, parts)
 
 
 def new_rows(numel: int, dtype: torch.dtype, device: torch.device, comm: AllGather | None) -> Tensor:
     """A buffer to gather into, which the user's collective may allocate."""
     if comm is not None:
         return comm.allocate((numel,), dtype=dtype, device=device)
-    return FlatBuffer(numel, dtype, device).flat
+    return empty_flat(numel, dtype, device)
 
 
 def gather_rows(
@@ -162,14 +172,22 @@ def gather_rows(
     return all_gather(rows, row, route, label)
 
 
-def _make_split_outputs(layout: Layout, unsharded: FlatBuffer) -> list[Tensor]:
-    """A (num_ranks, numel) tensor for each column of the rows: a parameter, or scratch for a gap."""
-    return [
-        unsharded.flat.new_empty(layout.num_ranks, numel)
-        if index < 0
-        else unsharded.tensor(layout.slots[index].unsharded_offset, (layout.num_ranks, numel))
-        for numel, index in layout.columns
-    ]
+def _copies(layout: Layout, unsharded: FlatBuffer, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The parts of the parameters, or scratch for a gap, and the parts of the rows to be copied there."""
+    with torch.inference_mode(False):
+        if not layout.columns:
+            pairs = _pairs(layout, unsharded.flat, rows)
+            return [param for param, _ in pairs], [part for _, part in pairs]
+        sizes = [numel for numel, _ in layout.columns]
+        parts = rows.view(layout.num_ranks, -1).split_with_sizes(sizes, dim=1)
+        shapes = [(layout.num_ranks, numel) for numel in sizes]
+        params = [
+            unsharded.flat.new_empty(shape)
+            if index < 0
+            else unsharded.tensor(layout.slots[index].unsharded_offset, shape)
+            for shape, (_, index) in zip(shapes, layout.columns, strict=True)
+        ]
+        return params, list(parts)
 
 
 def _pairs(layout: Layout, unsharded: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

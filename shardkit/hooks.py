@@ -219,7 +219,8 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     """Put one PostBackward node on all inputs that need a gradient."""
     if not torch.is_grad_enabled():
         return args, kwargs
-    inputs = {id(tensor): tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad}
+    found = find_tensors((args, kwargs) if kwargs else args)
+    inputs = {id(tensor): tensor for tensor in found if tensor.requires_grad}
     if not inputs:
         return args, kwargs
     node = TransformedPostBackward if is_transformed() else PostBackward
@@ -229,7 +230,7 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     def replace(tensor: Tensor) -> Tensor:
         return output_of.get(id(tensor), tensor)
 
-    return map_tensors(replace, args), map_tensors(replace, kwargs)
+    return map_tensors(replace, args), map_tensors(replace, kwargs) if kwargs else kwargs
 
 
 _hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors kept on modules -> True

@@ -160,6 +160,8 @@ class Reduction:
             self._flags = (self.streams.mark(), flags)
             return [True] * num
         values = flags.tolist()
+        if not any(values[num:]):  # nobody left one out
+            return [True] * num
         self._check_flags(values)
         return [value > 0 for value in values[:num]]
 
@@ -182,19 +184,18 @@ class Reduction:
         spec = self.bucket.spec
         row = row.to(spec.dtype)
         offloads = spec.shard_device != row.device
+        params = [self.bucket.params[index] for index in self._trainable]
         hooked = []
-        for index, local, is_used in zip(
-            self._trainable, self.bucket.grads.split_row(row), used, strict=True
-        ):
+        for param, local, is_used in zip(params, self.bucket.grads.split_row(row), used, strict=True):
             if not is_used:
                 continue
-            param = self.bucket.params[index]
+            sharded = param.sharded
             grad = param.sharding.wrap_sharded(self._offload(param, local) if offloads else local)
-            if has_grad_hooks(param.sharded):
-                grad = run_grad_hooks(param.sharded, grad)
+            if has_grad_hooks(sharded):
+                grad = run_grad_hooks(sharded, grad)
                 hooked.append(param)
-            if param.sharded.grad is None:
-                param.sharded.grad = grad
+            if sharded.grad is None:
+                sharded.grad = grad
             else:
                 _accumulate(param, grad)
         for param in hooked:

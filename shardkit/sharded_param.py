@@ -7,7 +7,8 @@ Level 7 of the data flow: holds. Exactly one of the two is registered on the own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardkit._torch import has_grad_hooks, local_of, param_dict, set_local
 from shardkit.buffer import FlatBuffer
-from shardkit.extension import has_extension
+from shardkit.extension import EXTENSION_NAMES, has_extension
 from shardkit.layout import Slot
 from shardkit.params import Owner, ParamSpec, remember_original
 from shardkit.plan import BucketPlan
@@ -33,12 +34,12 @@ class ShardedParam:
     """The two forms of one parameter, and the attributes that hold it."""
 
     __slots__ = (
-        "_places",
         "axes",
         "is_extended",
         "local",
         "name",
         "owners",
+        "places",
         "plan",
         "plan_name",
         "shape",
@@ -57,7 +58,7 @@ class ShardedParam:
         self.owners: tuple[Owner, ...] = spec.owners
         self.axes, self.sharding = spec.axes, sharding
         self.shape = tuple(spec.local.shape)  # unsharded, on this tensor-parallel rank
-        self._places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
+        self.places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
         self.sharded = nn.Parameter(sharding.wrap_sharded(local), requires_grad=spec.param.requires_grad)
         self.local = local_of(self.sharded)  # this rank's part: soon a piece of the bucket's shard buffer
         self.is_extended = has_extension(self.name, self.local)  # as its bucket has it; see `is_adopted`
@@ -67,7 +68,7 @@ class ShardedParam:
     @property
     def registered(self) -> nn.Parameter | None:
         """What the module holds now."""
-        places, name = self._places[0]
+        places, name = self.places[0]
         return places.get(name)
 
     @property
@@ -86,7 +87,7 @@ class ShardedParam:
         """Whether the registered sharded parameter is ours, in our bytes, and extended as it was: users
         replace the first two and set functions on them.
         """
-        places, name = self._places[0]
+        places, name = self.places[0]
         param = places.get(name)
         if param is self.unsharded:
             return True
@@ -138,7 +139,7 @@ class ShardedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Let every owner hold `param`."""
-        for places, name in self._places:
+        for places, name in self.places:
             places[name] = param
 
     def follow_requires_grad(self, make_hook: Callable[[], GradHook | None]) -> None:
@@ -149,6 +150,28 @@ class ShardedParam:
             unsharded.requires_grad_(self.sharded.requires_grad)
         if unsharded.requires_grad and not has_grad_hooks(unsharded) and (hook := make_hook()) is not None:
             unsharded.register_post_accumulate_grad_hook(hook)
+
+
+class Held:
+    """What modules and parameters held at one time; asks of many at once what `is_adopted` asks of one."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._places = [param.places[0] for param in params]
+        self._sharded = [param.sharded for param in params]
+        self._locals = [param.local for param in params]
+        self._functions = self._extensions()
+
+    def is_unchanged(self) -> bool:
+        """Whether every module holds the same sharded parameter, over the same bytes, extended as it was."""
+        registered = [places.get(name) for places, name in self._places]
+        return (
+            all(map(is_, registered, self._sharded))
+            and all(map(is_, map(local_of, self._sharded), self._locals))
+            and self._extensions() == self._functions
+        )
+
+    def _extensions(self) -> list[bool]:
+        return [hasattr(local, name) for local in self._locals for name in EXTENSION_NAMES]
 
 
 def _describe(param: Tensor | None) -> str:

@@ -45,9 +45,9 @@ class Sharding:
     free_dims: tuple[int, ...]  # mesh dims of `unsharded` that data parallelism reduces itself
     kind: type[DTensor]  # RaggedTensor where a placement is ragged
 
-    def wrap_sharded(self, local: Tensor, *, requires_grad: bool = False) -> DTensor:
+    def wrap_sharded(self, local: Tensor) -> DTensor:
         """The DTensor whose local part is `local` itself."""
-        return new_dtensor(self.kind, local, self.sharded, requires_grad=requires_grad)
+        return new_dtensor(self.kind, local, self.sharded, requires_grad=False)
 
     def wrap_unsharded(self, local: Tensor) -> Tensor:
         """What the module computes with: `local`, or the tensor-parallel DTensor around it."""

@@ -21,13 +21,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardkit._torch import call_after_backward, has_grad_hooks, in_backward
+from shardkit._torch import (
+    call_after_backward,
+    child_dict,
+    has_grad_hooks,
+    in_backward,
+    param_dict,
+)
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
 from shardkit.schedule import ForwardOrder, grads_to_sweep
-from shardkit.sharded_param import GradHook
+from shardkit.sharded_param import GradHook, Held
 from shardkit.streams import Streams
 
 
@@ -61,6 +67,12 @@ class Unit:
         with torch.no_grad():
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
+        self._held = Held(self.params)
+        self.attributes = [
+            keys_or_values
+            for _, module in self.managed
+            for keys_or_values in (param_dict(module).keys(), child_dict(module).values())
+        ]  # live views: the names of the modules' parameters, and their children
         self._is_checked = False  # that every parameter is where a gather can read it
         self._watched: list[tuple[dict[str, object], int, list[str]]] = []
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
@@ -85,6 +97,8 @@ class Unit:
         Raises:
             ValueError: it is no DTensor of the same placement and shape.
         """
+        if self._held.is_unchanged():
+            return
         replaced = [param for param in self.params if not param.is_adopted]
         if not replaced:
             return
@@ -99,6 +113,7 @@ class Unit:
                 _check_no_grads_wait(self)
                 self.buckets = make_buckets(self.params, self.policy, self.buckets)
                 self.tree.rename()
+        self._held = Held(self.params)
 
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""
