@@ -32,6 +32,8 @@ from shardkit import (
 from tests.support.models import MLP, normal_batch
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 
 @dataclass(frozen=True, slots=True)
 class Bad:

@@ -26,6 +26,8 @@ from tests.support.models import CASES, MLP, normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 CASE = CASES["mlp"]
 SOON_S = 3.0  # a broken connection is seen at once; the rest is a slow machine's
 
@@ -177,7 +179,7 @@ def frozen_differ(rank: int) -> nn.Module:
 DIFFERENCES: dict[Callable[[int], nn.Module], str] = {
     sizes_differ: "layers.1.weight",
     layers_differ: "layers.3.weight",
-    dtypes_differ: "layers.0.weight",
+    dtypes_differ: "layers.",
     units_differ: "layers.",
     compute_dtypes_differ: "layers.0.weight",
     reduce_dtypes_differ: "layers.0.weight",

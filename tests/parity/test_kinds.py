@@ -15,6 +15,8 @@ from tests.support.models import normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

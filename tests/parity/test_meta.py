@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from shardkit import MixedPrecisionPolicy, fully_shard
+from shardkit import MixedPrecisionPolicy, distribute_tensor, fully_shard
 from tests.support.models import CASES, normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("both_layouts")
 
 
 def grid(replicate: int, shard: int) -> DeviceMesh:
@@ -39,9 +41,9 @@ def sharded_on_meta(mesh: DeviceMesh, make: Callable[[], nn.Module], **options: 
 
 
 def of_all_ranks(tensor: Tensor) -> list[Tensor]:
-    """Each rank's tensor of one shape."""
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.contiguous())
+    """Each rank's tensor."""
+    gathered = [tensor] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensor)
     return gathered
 
 
@@ -62,7 +64,7 @@ def test_shards_are_initialised_with_numbers_of_their_own(world_size: int) -> No
         pieces = weight.chunk(world_size)
         for index, piece in enumerate(pieces):
             assert all(not torch.equal(piece, other) for other in pieces[:index])
-        assert not torch.equal(model[0].weight.to_local()[0], model[1].weight.to_local()[0, :16])
+        assert not torch.equal(weight[0], model[1].weight.full_tensor()[0, :16])
 
     run_ranks(check, world_size)
 
@@ -144,9 +146,9 @@ def test_assigning_a_sharded_state_dict_onto_meta() -> None:
             optimizer.zero_grad()
             case.loss(model, rank).backward()
         assert_grads_equal(model, oracle_grads(case.build(), case.loss, world_size), world_size)
-        before = model.head.weight.to_local().clone()
+        before = model.head.weight.full_tensor().clone()
         optimizer.step()
-        assert not torch.equal(model.head.weight.to_local(), before)
+        assert not torch.equal(model.head.weight.full_tensor(), before)
         with torch.no_grad():
             assert case.loss(model, rank) < case.loss(source, rank)
 

@@ -16,6 +16,8 @@ from tests.support.models import CASES, MLP, Branchy, LoRALinear, branch_loss, n
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 Loss = Callable[[nn.Module, int], Tensor]
 SETTINGS = (True, False, None)
 

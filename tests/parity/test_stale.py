@@ -17,6 +17,8 @@ from tests.support.models import CASES, normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
 CASE = CASES["mlp"]
 Change = Callable[[nn.Module], object]
 

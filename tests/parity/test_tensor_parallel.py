@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,9 +27,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardkit import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardkit.checkpoint import set_model_state_dict
 from tests.support.models import normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import run_ranks
+
+both_layouts = pytest.mark.usefixtures("both_layouts")
 
 
 class FeedForward(nn.Module):
@@ -117,6 +119,7 @@ def train_reference(
 # ---------------------------------------------------------------- 2 x 2
 
 
+@both_layouts
 @pytest.mark.parametrize("hidden", [12, 5, 1])
 def test_gradients_norms_and_steps_over_two_by_two(hidden: int) -> None:
     """Also where five or one row go to two tp ranks and are then cut again by two."""
@@ -165,6 +168,7 @@ def test_placements_are_those_of_torch() -> None:
     run_ranks(check, 4)
 
 
+@both_layouts
 def test_mixed_precision_over_two_by_two() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -181,6 +185,7 @@ def test_mixed_precision_over_two_by_two() -> None:
     run_ranks(check, 4)
 
 
+@both_layouts
 @pytest.mark.parametrize("hidden", [12, 5])
 def test_full_state_dicts_go_in_and_out(hidden: int) -> None:
     def check(rank: int, world_size: int) -> None:
@@ -201,6 +206,7 @@ def test_full_state_dicts_go_in_and_out(hidden: int) -> None:
     run_ranks(check, 4)
 
 
+@both_layouts
 def test_a_checkpoint_continues_on_a_flat_mesh_with_its_optimizer_state(tmp_path: Path) -> None:
     def check(rank: int, world_size: int) -> None:
         mesh = square()
@@ -273,6 +279,7 @@ def test_parameters_on_the_whole_mesh(dims: DataParallelMeshDims) -> None:
 # ---------------------------------------------------------------- replicate 2 x shard 2 x tp 2
 
 
+@both_layouts
 def test_hybrid_sharding_over_tensor_parallelism() -> None:
     def check(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
