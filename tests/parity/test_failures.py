@@ -26,7 +26,7 @@ from tests.support.models import CASES, MLP, normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
 
-pytestmark = pytest.mark.usefixtures("both_layouts")
+both_layouts = pytest.mark.usefixtures("both_layouts")  # plans and shards differ; connections do not
 
 CASE = CASES["mlp"]
 SOON_S = 3.0  # a broken connection is seen at once; the rest is a slow machine's
@@ -187,6 +187,7 @@ DIFFERENCES: dict[Callable[[int], nn.Module], str] = {
 }
 
 
+@both_layouts
 @pytest.mark.parametrize("build", DIFFERENCES)
 def test_plans_that_differ_are_an_error_on_every_rank(build: Callable[[int], nn.Module]) -> None:
     def check(rank: int, world_size: int) -> None:
@@ -198,6 +199,7 @@ def test_plans_that_differ_are_an_error_on_every_rank(build: Callable[[int], nn.
     assert DIFFERENCES[build] in messages[1]  # each rank tells its own side
 
 
+@both_layouts
 def test_equal_plans_are_compared_once_and_train() -> None:
     def check(rank: int, world_size: int) -> None:
         asked = []
@@ -240,6 +242,7 @@ def test_a_rank_that_never_comes_is_named(missing: int) -> None:
 # ---------------------------------------------------------------- replicas that differ
 
 
+@both_layouts
 def test_replicas_built_from_different_seeds_are_warned_of() -> None:
     mesh_names = ("replicate", "shard")
 
