@@ -87,67 +87,104 @@ def pack(items: tuple[Item, ...], shards: Shards, max_buckets: int) -> tuple[Pac
     Two must save `WORTH_A_BUCKET` of the one, and `NEGLIGIBLE_NUMEL` over all ranks. The cache is the shape
     cache: items have no names, so equal layers are packed once.
     """
-    one = _pack_bucket(items, range(len(items)), shards)
+    stock = _stock_of(items)
+    one = _pack_bucket(stock, frozenset(stock.kind_of), shards)
     assert one is not None, "everything on one rank is always a packing"
     if max_buckets == 1:
         return (one,)
     saved_numel = max(int(one.shard_numel * WORTH_A_BUCKET), NEGLIGIBLE_NUMEL // shards.num_ranks)
-    return _pack_two_buckets(items, shards, one.shard_numel - saved_numel) or (one,)
+    return _pack_two_buckets(stock, shards, one.shard_numel - saved_numel) or (one,)
 
 
 def least_shard_numel(items: Sequence[Item], shards: Shards) -> int:
     """Returns the shard of the same items cut anywhere; what blocks add is measured from there."""
-    total = _padded_numel(Counter(items), shards.align_numel)
-    return _round_up(max(1, -(-total // shards.num_ranks)), shards.unit_numel)
+    return _least_shard_numel(Counter(items), shards)
 
 
-def _pack_two_buckets(items: Sequence[Item], shards: Shards, below: int) -> tuple[Packing, ...]:
+class _Stock(NamedTuple):
+    """The items, sorted once. A bucket is a set of kinds: the numbers of its distinct items in `kinds`."""
+
+    kinds: tuple[Item, ...]
+    kind_of: list[int]  # of each item
+    orders: dict[str, list[int]]  # the items by number
+
+    def members(self, bucket: frozenset[int], order: Sequence[int]) -> list[int]:
+        return [i for i in order if self.kind_of[i] in bucket]
+
+    def counts(self, bucket: frozenset[int]) -> Counter[Item]:
+        counts = Counter(self.kind_of)
+        return Counter({self.kinds[kind]: counts[kind] for kind in sorted(bucket)})
+
+
+def _stock_of(items: Sequence[Item]) -> _Stock:
+    kinds = tuple(dict.fromkeys(items))
+    number_of = {item: number for number, item in enumerate(kinds)}
+    kind_of = [number_of[item] for item in items]
+    orders = {}
+    for name, key in ORDERS.items():
+        keys = [key(item) for item in kinds]
+        orders[name] = sorted(range(len(items)), key=[keys[kind] for kind in kind_of].__getitem__)
+    return _Stock(kinds, kind_of, orders)
+
+
+def _pack_two_buckets(stock: _Stock, shards: Shards, below: int) -> tuple[Packing, ...]:
     """The best way to part the items by block or size; empty if no two shards add up to less than `below`."""
     candidates = []
-    for parts in _partings(items):
-        bounds = [lattices_of([items[i] for i in part], shards)[0].least_numel for part in parts]
-        candidates.append((sum(bounds), bounds[1], parts))
+    for few, many in _partings(stock):
+        bounds = [lattices_of(stock.counts(part), shards)[0].least_numel for part in (few, many)]
+        candidates.append((sum(bounds), bounds[1], stock.members(few, range(len(stock.kind_of))), few, many))
     best: tuple[Packing, ...] = ()
-    for bound, bound_of_many, (few, many) in sorted(candidates):
+    for bound, bound_of_many, _, few, many in sorted(candidates):
         if bound >= below:
             break
-        first = _pack_bucket(items, few, shards, below - bound_of_many)
-        second = _pack_bucket(items, many, shards, below - first.shard_numel) if first else None
+        first = _pack_bucket(stock, few, shards, below - bound_of_many)
+        second = _pack_bucket(stock, many, shards, below - first.shard_numel) if first else None
         if first and second:
             best = tuple(sorted((first, second)))
             below = first.shard_numel + second.shard_numel
     return best
 
 
-def _partings(items: Sequence[Item]) -> Iterator[tuple[list[int], list[int]]]:
-    """The items from a block or a size on and the others, the fewer first: they are packed in no time."""
-    for weight in ([item.block_numel for item in items], [item.numel for item in items]):
+def _partings(stock: _Stock) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+    """The kinds from a block or size on and the others, the fewer items first: it is quick to pack them."""
+    everything = frozenset(stock.kind_of)
+    seen = set()
+    for weight in ([item.block_numel for item in stock.kinds], [item.numel for item in stock.kinds]):
         for least in sorted(set(weight))[1:]:
-            heavy = [i for i, w in enumerate(weight) if w >= least]
-            light = [i for i, w in enumerate(weight) if w < least]
-            yield (heavy, light) if len(heavy) < len(light) else (light, heavy)
+            heavy = frozenset(kind for kind in everything if weight[kind] >= least)
+            if heavy not in seen:
+                seen.add(heavy)
+                light = everything - heavy
+                num_heavy, num_light = (sum(stock.counts(part).values()) for part in (heavy, light))
+                yield (heavy, light) if num_heavy < num_light else (light, heavy)
 
 
 def _pack_bucket(
-    items: Sequence[Item], members: Sequence[int], shards: Shards, below: int | None = None
+    stock: _Stock, bucket: frozenset[int], shards: Shards, below: int | None = None
 ) -> Packing | None:
     """The least shard (under `below`) over all `ORDERS`; ties go to the earlier order."""
-    lattices = lattices_of([items[i] for i in members], shards)
+    lattices = lattices_of(stock.counts(bucket), shards)
     bound = lattices[0].least_numel
     best = None
-    for name, key in ORDERS.items():
-        order = sorted(members, key=lambda i: key(items[i]))
-        found = pack_in_order([items[i] for i in order], shards, lattices, below)
+    tried: list[list[int]] = []
+    for name, numbers in stock.orders.items():
+        order = stock.members(bucket, numbers)
+        kinds = [stock.kind_of[i] for i in order]
+        if kinds in tried:
+            continue
+        tried.append(kinds)
+        found = pack_in_order(stock.kinds, kinds, shards, lattices, below)
         if found:
             below, starts = found
             start_of = dict(zip(order, starts, strict=True))
-            best = Packing(tuple(members), tuple(start_of[i] for i in members), below, bound, name)
+            members = tuple(sorted(order))
+            best = Packing(members, tuple([start_of[i] for i in members]), below, bound, name)
             if below == bound:
                 break
     return best
 
 
-def lattices_of(items: Sequence[Item], shards: Shards) -> list[Lattice]:
+def lattices_of(counts: Counter[Item], shards: Shards) -> list[Lattice]:
     """Every lattice that can hold the least shard, the one that could hold the smallest first.
 
     [Note: lattices] An item that covers a whole shard is cut at both ends of it, so its block divides the
@@ -158,9 +195,8 @@ def lattices_of(items: Sequence[Item], shards: Shards) -> list[Lattice]:
     matrix may cover only shards of whole matrices: always valid, and all there is for a stack so long that
     its cuts meet every phase of a matrix.
     """
-    counts = Counter(items)
-    floor = max([least_shard_numel(items, shards), *(item.block_numel for item in counts)])
-    most = least_shard_numel(items, shards._replace(num_ranks=1))
+    floor = max([_least_shard_numel(counts, shards), *(item.block_numel for item in counts)])
+    most = _least_shard_numel(counts, shards._replace(num_ranks=1))
     largest: dict[int, int] = {}  # granule -> numel of its largest item that could cover a shard
     for item in counts:
         if item.numel > floor:
@@ -176,39 +212,54 @@ def lattices_of(items: Sequence[Item], shards: Shards) -> list[Lattice]:
 
 
 def pack_in_order(
-    items: Sequence[Item], shards: Shards, lattices: Sequence[Lattice], below: int | None = None
+    kinds: Sequence[Item],
+    order: Sequence[int],
+    shards: Shards,
+    lattices: Sequence[Lattice],
+    below: int | None = None,
 ) -> tuple[int, list[int]] | None:
-    """Returns the least shard for this order and the starts, or None if there is none under `below`."""
-    counts = Counter(items)
-    total = max(1, _padded_numel(counts, shards.align_numel))
+    """Returns the least shard and the starts, or None if there is none under `below`.
+
+    The items are `kinds[number]` for each number of `order`.
+    """
+    counts = Counter(order)
+    total = max(1, sum(n * _round_up(kinds[k].numel, shards.align_numel) for k, n in counts.items()))
     found = None
     for least, lattice in lattices:
         high = _round_up(total, lattice) if below is None else (below - 1) // lattice * lattice
         if least > high:
             continue
-        cut_of = {item: _cut(item, shards.align_numel, lattice) for item in counts}
-        starts_at = partial(_starts, [cut_of[item] for item in items], shards.num_ranks, total)
-        packed = _least_feasible(starts_at, lattice, least, high)
+        cuts = [_cut(item, shards.align_numel, lattice) for item in kinds]
+        gaps_at = partial(_gaps, [cuts[number] for number in order], shards.num_ranks, total)
+        packed = _least_feasible(gaps_at, lattice, least, high)
         if packed:
             found, below = packed, packed[0]
-    return found
+    if found is None:
+        return None
+    shard_numel, gaps = found
+    numels = [_round_up(kind.numel, shards.align_numel) for kind in kinds]
+    starts, end = [], 0
+    for gap, number in zip(gaps, order, strict=True):
+        starts.append(end + gap)
+        end += gap + numels[number]
+    return shard_numel, starts
 
 
 def _least_feasible(
-    starts_at: Callable[[int], list[int] | None], lattice: int, low: int, high: int
+    gaps_at: Callable[[int], list[int] | None], lattice: int, low: int, high: int
 ) -> tuple[int, list[int]] | None:
-    """The least shard in [low, high] with starts. Steps double before they halve: it is mostly near `low`."""
-    best = starts_at(high)
+    """The least shard in [low, high] with gaps. Steps double before they halve: it is mostly near `low`."""
+    best = gaps_at(high)
     if best is None:
         return None
     step = 0
     while low < high:
         middle = min(low + step, (low + high) // 2 // lattice * lattice)
-        starts = starts_at(middle)
-        if starts is None:
+        gaps = gaps_at(middle)
+        if gaps is None:
             low, step = middle + lattice, step * 2 + lattice
         else:
-            high, best = middle, starts
+            high, best = middle, gaps
     return high, best
 
 
@@ -228,32 +279,34 @@ def _cut(item: Item, align_numel: int, lattice: int) -> _Cut:
     return _Cut(numel, reach_numel, step_numel, partial(_last_edge, item, align_numel))
 
 
-def _starts(cuts: Sequence[_Cut], num_ranks: int, total_numel: int, shard_numel: int) -> list[int] | None:
-    """The earliest start of each item, or None if they do not fit. Earliest is best: so is then the end."""
-    starts = []
+def _gaps(cuts: Sequence[_Cut], num_ranks: int, total_numel: int, shard_numel: int) -> list[int] | None:
+    """The least gap before each item, or None if they do not fit. Least is best: so is then the end.
+
+    Offsets count from the next boundary: Python adds them at twice the speed of offsets in the buffer.
+    """
+    gaps = []
     slack = num_ranks * shard_numel - total_numel
-    cursor, boundary = 0, shard_numel
+    room = shard_numel  # up to the next boundary
     for numel, reach, step, last_edge in cuts:
-        start = cursor
-        cursor += numel
-        if cursor > boundary:
-            room = boundary - start
-            head = room - room % step if step else last_edge(room)
-            if not head or head + shard_numel < reach:
-                head = 0
-                if numel > shard_numel:
-                    boundary += shard_numel
-                    head = shard_numel - shard_numel % step if step else last_edge(shard_numel)
-                    if not head or head + shard_numel < reach:
-                        return None
-            slack -= boundary - head - start
-            if slack < 0:
-                return None
-            start = boundary - head
-            cursor = start + numel
-            boundary = -(-cursor // shard_numel) * shard_numel
-        starts.append(start)
-    return starts
+        if numel <= room:
+            room -= numel
+            gaps.append(0)
+            continue
+        head = room - room % step if step else last_edge(room)
+        gap = room - head
+        if not head or head + shard_numel < reach:
+            head, gap = 0, room
+            if numel > shard_numel:
+                head = shard_numel - shard_numel % step if step else last_edge(shard_numel)
+                gap = room + shard_numel - head
+                if not head or head + shard_numel < reach:
+                    return None
+        slack -= gap
+        if slack < 0:
+            return None
+        room = (head - numel) % shard_numel
+        gaps.append(gap)
+    return gaps
 
 
 def _last_edge(item: Item, align_numel: int, room: int) -> int:
@@ -265,8 +318,9 @@ def _last_edge(item: Item, align_numel: int, room: int) -> int:
     return edge
 
 
-def _padded_numel(counts: Counter[Item], align_numel: int) -> int:
-    return sum(count * _round_up(item.numel, align_numel) for item, count in counts.items())
+def _least_shard_numel(counts: Counter[Item], shards: Shards) -> int:
+    total = sum(count * _round_up(item.numel, shards.align_numel) for item, count in counts.items())
+    return _round_up(max(1, -(-total // shards.num_ranks)), shards.unit_numel)
 
 
 def _round_up(numel: int, multiple: int) -> int:

@@ -64,7 +64,7 @@ def test_fixed_order_is_exact_against_exhaustive_search() -> None:
     rng = random.Random(0)
     for _ in range(10_000):
         items, shards = random_instance(rng, num_items=4)
-        found = pack_in_order(items, shards, lattices_of(items, shards))
+        found = pack_in_order(items, range(len(items)), shards, lattices_of(Counter(items), shards))
         assert found is not None
         assert found[0] == exhaustive_shard_numel(items, shards), (items, shards)
 
@@ -74,7 +74,7 @@ def test_stacks_with_short_blocks_are_exact_where_they_cover_no_shard() -> None:
     num_exact = 0
     for _ in range(5_000):
         items, shards = random_instance(rng, num_items=4, with_stacks=True)
-        found = pack_in_order(items, shards, lattices_of(items, shards))
+        found = pack_in_order(items, range(len(items)), shards, lattices_of(Counter(items), shards))
         assert found is not None
         least_numel = exhaustive_shard_numel(items, shards)
         assert found[0] >= least_numel
@@ -106,7 +106,7 @@ def test_fixed_order_is_exact_and_failures_shrink(
     items: list[Item], num_ranks: int, align_numel: int, num_aligned: int
 ) -> None:
     shards = Shards(num_ranks, align_numel * num_aligned, align_numel)
-    found = pack_in_order(items, shards, lattices_of(items, shards))
+    found = pack_in_order(items, range(len(items)), shards, lattices_of(Counter(items), shards))
     assert found is not None
     assert found[0] == exhaustive_shard_numel(items, shards)
 
