@@ -47,7 +47,7 @@ def padding_percent(model: str, blocks: str, sizes: Sequence[int], max_buckets: 
 
 def test_bench_rows_compare_the_three_rules() -> None:
     rows = padding.padding_rows("GPT-OSS-120B", padding.FAST_SIZES)
-    assert {row.rule for row in rows} == {"FSDP2", "Megatron-FSDP", "shardkit", "shardkit, <= 2 buckets"}
+    assert {row.rule for row in rows} == {"fsdp2", "megatron-fsdp", "shardkit", "shardkit-2"}
     assert all(row.num_sizes == 8 and row.mean_percent <= row.max_percent for row in rows)
 
 
@@ -69,3 +69,25 @@ def test_planning_61_layers_takes_100_ms() -> None:
     moe = padding.tensor_specs(padding.deepseek_moe_layer(), 1, 1)
     dense = padding.tensor_specs(padding.deepseek_dense_layer(), 1, 1)
     assert padding.planning_milliseconds([dense] * 3 + [moe] * 58, 1024) <= 100
+
+
+def test_a_bench_row_is_held_to_the_published_figure_and_shows_the_bound() -> None:
+    row = padding.PaddingRow("GPT-OSS-120B", "experts 16", "shardkit", 0.7, 2.804, 1024, 0, 128, 2.804)
+    samples = padding.Measured([row, row._replace(max_percent=2.806)], [])
+    most, bound, mean, *worse = padding.rows(samples)
+    assert (most.quantity, most.bar, most.met) == ("most, at 1024", "<= 2.8 %", True)
+    assert (bound.value, bound.met) == (2.804, None)
+    assert mean.value == 0.7
+    assert worse[0].met is False
+
+
+def test_a_bench_row_of_a_slow_plan_misses_its_bar() -> None:
+    times = [padding.TimeRow("all 1", "slowest, at 976", ms, 25.0) for ms in (24.9, 25.1)]
+    assert [row.met for row in padding.rows(padding.Measured([], times))] == [True, False]
+
+
+def test_every_published_figure_has_its_row_in_the_bench() -> None:
+    layers = {*padding.LAYERS, "Llama-3-70B, powers of two"}
+    rules = {*padding.RULES, *padding.MAX_BUCKETS}
+    for model, blocks, rule in (*padding.MAX_PERCENT, *padding.MAX_NUM_ABOVE_3_PERCENT):
+        assert model in layers and blocks in padding.BLOCKS and rule in rules
