@@ -33,7 +33,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    ShardPlacementResult,
 )
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -89,6 +88,17 @@ except ImportError:  # torch 2.11 has none
 
     def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
         return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as ShardPlacementResult
+except ImportError:  # nor this
+
+    @dataclasses.dataclass
+    class ShardPlacementResult:  # type: ignore[no-redef]
+        """Where a parameter is sharded, and over which mesh, as torch's own class from 2.12 on."""
+
+        placement: Shard | None
+        mesh_info: FSDPMeshInfo
 
 
 # ---------------------------------------------------------------- meshes
