@@ -89,6 +89,7 @@ except ImportError:  # torch 2.11 has none
     def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
         return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
+
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as ShardPlacementResult
 except ImportError:  # nor this

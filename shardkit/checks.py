@@ -20,7 +20,8 @@ from shardkit.bucket import Bucket
 from shardkit.collectives import has_peers
 from shardkit.errors import PlanMismatchError
 from shardkit.extension import has_extension
-from shardkit.unit import Tree
+from shardkit.sharded_param import ShardedParam
+from shardkit.unit import Tree, Unit
 
 _checked: weakref.WeakKeyDictionary[Tree, list[object]] = weakref.WeakKeyDictionary()
 _agreed: weakref.WeakSet[Tree] = weakref.WeakSet()
@@ -66,7 +67,11 @@ def check_ranks_agree(tree: Tree) -> None:
     _agreed.add(tree)
     buckets = [bucket for unit in tree.units for bucket in unit.buckets]
     model = f"model {type(tree.root.modules[0]).__name__!r}"
-    lines = [f"{bucket.label}: {line}" for bucket in buckets for line in _describe(bucket)]
+    lines = [line for unit in tree.units for line in _describe(unit)]
+    lines += [
+        "no further parameter",
+        *(f"{b.label}: {line}" for b in buckets for line in b.spec.layout.describe()),
+    ]
     lines += [
         f"unit {u.name!r}: reshard_after_forward={u.settings.reshard_after_forward}" for u in tree.units
     ]
@@ -92,15 +97,25 @@ def _with_peers(groups: Iterable[dist.ProcessGroup | None], device: torch.device
     return list(dict.fromkeys(found))
 
 
-def _describe(bucket: Bucket) -> list[str]:
-    """What must agree on all ranks of the group, a line a parameter."""
-    spec = bucket.spec
-    dtypes = f"{spec.dtype} computed in {spec.compute_dtype}, reduced in {spec.reduce_dtype}"
-    return [
-        f"{line}, {dtypes}, {'trained' if param.sharded.requires_grad else 'frozen'}"
-        + (", with fsdp_pre_all_gather" if has_extension(param.name, param.local) else "")
-        for line, param in zip(spec.layout.describe(), bucket.params, strict=True)
-    ]
+def _describe(unit: Unit) -> list[str]:
+    """What each parameter is, whatever lies beside it: one that differs moves others, and is to be named."""
+    of_param = {id(param): bucket.spec for bucket in unit.buckets for param in bucket.params}
+    lines = []
+    for param in unit.params:
+        spec = of_param[id(param)]
+        lines.append(
+            f"unit {unit.name!r}: {param.name}: {param.shape} {_placed(param)}, {spec.dtype} computed in "
+            f"{spec.compute_dtype}, reduced in {spec.reduce_dtype}, "
+            + ("trained" if param.sharded.requires_grad else "frozen")
+            + (", with fsdp_pre_all_gather" if has_extension(param.name, param.local) else "")
+        )
+    return lines
+
+
+def _placed(param: ShardedParam) -> str:
+    if param.plan is None:
+        return f"cut along dim {param.shard_dim}"
+    return f"in blocks of {param.plan.blocks[param.plan_name]} elements"
 
 
 def _checksum(bucket: Bucket) -> int:

@@ -176,10 +176,16 @@ def frozen_differ(rank: int) -> nn.Module:
     return model
 
 
+def last_differs(rank: int) -> nn.Module:
+    """The last parameter: one of another size that a planner may put first, or that lengthens every row."""
+    return fully_shard(MLP(7, 13, 5, 3) if rank != 1 else MLP(7, 13, 5, 64))
+
+
 DIFFERENCES: dict[Callable[[int], nn.Module], str] = {
     sizes_differ: "layers.1.weight",
     layers_differ: "layers.3.weight",
-    dtypes_differ: "layers.",
+    last_differs: "layers.2.weight",
+    dtypes_differ: "layers.1.weight",
     units_differ: "layers.",
     compute_dtypes_differ: "layers.0.weight",
     reduce_dtypes_differ: "layers.0.weight",
@@ -196,7 +202,7 @@ def test_plans_that_differ_are_an_error_on_every_rank(build: Callable[[int], nn.
 
     words = ("rank 1 planned other shards than rank 0", "First difference", "same model")
     messages = errors_on_all_ranks(check, 3, PlanMismatchError, *words, timeout=10)
-    assert DIFFERENCES[build] in messages[1]  # each rank tells its own side
+    assert f": {DIFFERENCES[build]}" in messages[1]  # each rank tells its own side
 
 
 @both_layouts
