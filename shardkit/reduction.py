@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
 from shardkit.bucket import Bucket
+from shardkit.buffer import empty_flat
 from shardkit.collectives import Pending, all_reduce, reduce_scatter
 from shardkit.errors import UnevenUseError
 from shardkit.layout import Layout
@@ -107,7 +108,7 @@ class Reduction:
             op = torch.distributed.ReduceOp.AVG if self._division.average else torch.distributed.ReduceOp.SUM
             comm(output_tensor=row, input_tensor=rows, group=route.group, op=op, async_op=False)
             return row, None
-        row = torch.empty(layout.row_numel, dtype=rows.dtype, device=rows.device)
+        row = empty_flat(layout.row_numel, rows.dtype, rows.device)
         rows = rows.view(layout.num_ranks, layout.row_numel)
         return row, reduce_scatter(row, rows, route, self.bucket.label, average=self._division.average)
 
