@@ -17,7 +17,7 @@ it belongs instead, in pairs; each message bears the bucket's tag, so two units 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -161,6 +161,36 @@ def broadcast(tensor: Tensor, route: Route, label: str) -> Pending:
     _count("broadcast", (route.group.size() - 1) * tensor.nbytes if route.group.rank() == 0 else 0)
     work = dist.broadcast(tensor, group=route.group, group_src=0, async_op=True)
     return Pending([] if work is None else [work], "broadcast", label, route)
+
+
+def all_to_all(
+    receives: Mapping[int, Tensor],
+    sends: Mapping[int, Tensor],
+    route: Route,
+    label: str,
+    *,
+    back: bool = False,
+) -> Pending:
+    """Send one tensor to each of some peers and receive one from each of some, straight into place.
+
+    Collective over those who send or receive: a peer to whom this rank sends must receive as many bytes from
+    it. Between two ranks, calls of one route and direction are matched in order.
+
+    Args:
+        receives: contiguous tensors by group rank, none of it this rank's own.
+        sends: the same; they must not change before `wait` returns.
+        back: True for the answers, which have a tag of their own.
+    """
+    group, tag = route.group, route.tag + back
+    if _active:
+        _count("all_to_all", sum(tensor.nbytes for tensor in sends.values()))
+    if route.backend == "gloo":
+        works = [group.recv([tensor], peer, tag) for peer, tensor in receives.items()]
+        works += [group.send([tensor], peer, tag) for peer, tensor in sends.items()]
+        return Pending(works, "all_to_all", label, route)
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives.items()]
+    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends.items()]
+    return Pending(dist.batch_isend_irecv(ops) if ops else [], "all_to_all", label, route)
 
 
 def num_scratch_rows(route: Route) -> int:

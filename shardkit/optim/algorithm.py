@@ -1,0 +1,63 @@
+"""What the optimizer asks of an algorithm: its settings, its state, its pieces and its arithmetic.
+
+Muon and AdamW answer in `muon.py` and `adamw.py`. An elementwise algorithm has no pieces and does all in
+`begin`; one that needs whole matrices or blocks names them as pieces, which the engine brings together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shardkit.boxes import Box
+from shardkit.optim.pieces import Piece
+from shardkit.optim.placed import Placed
+
+Group = dict[str, Any]  # torch's parameter group
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter in a step: local tensors of the parameter, its gradient and its state, all contiguous."""
+
+    name: str
+    param: Tensor
+    grad: Tensor
+    state: Mapping[str, Tensor]
+    group: Group
+
+
+class Algorithm(Protocol):
+    """One way to step; `defaults` are the settings of a group."""
+
+    defaults: Mapping[str, object]
+
+    def check_group(self, group: Group) -> None:
+        """Raise ValueError for settings that make no sense."""
+
+    def init_state(self, at: Placed, param: Tensor, group: Group) -> dict[str, Tensor]:
+        """The state of one parameter, laid out as it is."""
+
+    def pieces(self, at: Placed, group: Group) -> Sequence[Piece]:
+        """What must come together of one parameter; nothing for an elementwise algorithm.
+
+        Raises:
+            ValueError: the parameter is none that this algorithm can step.
+        """
+
+    def begin(self, targets: Sequence[Target]) -> None:
+        """The elementwise part of a step, before any piece is read."""
+
+    def read(self, target: Target, piece: Piece, field: int, box: Box) -> Tensor:
+        """The values of a field of a piece in a box of this rank's local tensor."""
+
+    def compute(
+        self, groups: Sequence[Group], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
+    ) -> list[list[Tensor]]:
+        """The results for whole pieces, given their groups and their fields of `field.region.size`."""
+
+    def write(self, target: Target, piece: Piece, field: int, box: Box, values: Tensor) -> None:
+        """Use the results that belong in a box of this rank's local tensor."""

@@ -1,0 +1,257 @@
+"""Which parts of a parameter an optimizer works on whole, and which ranks hold them.
+
+Pure: shapes and layouts in, boxes out. A *piece* is what must come together on one rank to be worked on: a
+matrix for Muon. It may lie on one rank already, or be cut:
+
+    w (6, 4) as RaggedShard((0,), (1, 5, 0)), one piece         rank 0 holds row 0        box (0, 0) (1, 4)
+                                                                rank 1 holds rows 1..5    box (1, 0) (5, 4)
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardkit._torch import cuts_dim
+from shardkit.boxes import Box, Layout, local_boxes, sharded_shape
+from shardkit.placement import RaggedShard, contiguous_stride
+
+
+class Region(NamedTuple):
+    """A box of a global tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.size)
+
+    def box(self) -> Box:
+        """The region as a contiguous tensor of its own."""
+        return Box(self.offset, self.size, 0, contiguous_stride(self.size))
+
+
+class Matrix(NamedTuple):
+    """A part of a parameter that is one matrix, of `rows` x `cols` elements."""
+
+    region: Region
+    rows: int
+    cols: int
+
+
+class Share(NamedTuple):
+    """What one rank, by its index among those that cut the parameter, holds of a region."""
+
+    index: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements held."""
+        return sum(math.prod(box.size) for box in self.boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a piece: where it lies, and in which dtype it travels."""
+
+    region: Region
+    dtype: torch.dtype
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A unit of work: fields that come together on a rank, are changed there, and go back.
+
+    Args:
+        param: fqn of the parameter.
+        label: which part of it, "" for all of it.
+        rows, cols: of the matrix.
+        fields: the first is the parameter's own; others are state that goes with it.
+        flops: floating-point operations of the work on it.
+    """
+
+    param: str
+    label: str
+    rows: int
+    cols: int
+    fields: tuple[Field, ...]
+    flops: float
+
+    @property
+    def name(self) -> str:
+        """The parameter and the part."""
+        return self.param + self.label
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire if all of it travels once."""
+        return sum(field.region.numel * field.dtype.itemsize for field in self.fields)
+
+
+def matrices_of(
+    name: str,
+    shape: Sequence[int],
+    *,
+    heads: int | None = None,
+    split_rows: Sequence[int] | None = None,
+    flatten: bool | None = None,
+) -> tuple[Matrix, ...]:
+    """The matrices in a parameter.
+
+    shape (8, 6)                     one of 8 x 6
+    shape (8, 6), heads=2            two of 4 x 6, the row bands of the heads
+    shape (8, 6), split_rows=(4, 2, 2)    of 4 x 6, 2 x 6, 2 x 6: fused q, k, v; with heads as well, each
+    band is cut into heads of shape[0] / heads rows
+    shape (3, 8, 6)                  three of 8 x 6, the experts
+    shape (8, 3, 5, 5)               one of 8 x 75, a convolution; so is (8, 3, 5) with flatten=True
+
+    Raises:
+        ValueError: the parameter has fewer than two dims, or the rows do not divide so.
+    """
+    shape = tuple(shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"param {name!r}: expected a matrix, a stack (experts, rows, cols) or a convolution, got shape "
+            f"{shape}. Put it in a group with algorithm='adamw'."
+        )
+    stack = shape[: num_stack_dims(shape, flatten)]
+    of_matrix = shape[len(stack) :]
+    bands = _row_bands(name, of_matrix[0], heads, split_rows)
+    cols = math.prod(of_matrix[1:])
+    inner = (0,) * len(of_matrix[1:])
+    return tuple(
+        Matrix(
+            Region((*place, start, *inner), ((1,) * len(stack)) + (rows, *of_matrix[1:])),
+            rows,
+            cols,
+        )
+        for place in product(*map(range, stack))
+        for start, rows in bands
+    )
+
+
+def cut_axes(layout: Layout) -> tuple[int, ...]:
+    """The mesh axes whose ranks hold different parts."""
+    return tuple(
+        axis
+        for axis, (placement, size) in enumerate(zip(layout.placements, layout.mesh_shape, strict=True))
+        if size > 1 and not isinstance(placement, Replicate)
+    )
+
+
+def coordinates_on(layout: Layout, axes: Sequence[int], me: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The places that differ from `me` in `axes` alone, in rank order: an index is a place in this tuple."""
+    ranges = [range(n) if axis in axes else [me[axis]] for axis, n in enumerate(layout.mesh_shape)]
+    return tuple(product(*ranges))
+
+
+def shares_of(layout: Layout, region: Region, axes: Sequence[int], me: tuple[int, ...]) -> tuple[Share, ...]:
+    """Who holds what of `region`, by index in `coordinates_on(layout, axes, me)`; empty shares left out."""
+    coordinates, wanted = coordinates_on(layout, axes, me), region.box()
+    shares = []
+    for index in _candidates(layout, region, axes, len(coordinates)):
+        found = [box.intersect(wanted) for box in local_boxes(layout, coordinates[index])]
+        boxes = tuple(box for box in found if box is not None)
+        if boxes:
+            shares.append(Share(index, boxes))
+    return tuple(shares)
+
+
+def num_stack_dims(shape: Sequence[int], flatten: bool | None = None) -> int:
+    """Leading dims that count matrices: one of a stack of experts, none of a convolution or a matrix."""
+    is_stack = len(shape) == 3 if flatten is None else not flatten
+    return len(shape) - 2 if is_stack else 0
+
+
+def row_layout(name: str, layout: Layout, flatten: bool | None = None) -> Layout:
+    """Where state with one number a row of each matrix lies: as the rows of the parameter.
+
+    A row that is cut belongs to the rank with its first element; a mesh axis that cuts columns replicates it.
+
+    Raises:
+        NotImplementedError: the parameter is ragged over unevenly tensor-parallel parts.
+    """
+    if layout.other_units:
+        raise NotImplementedError(
+            f"param {name!r}: its {layout.placements} differ by tensor-parallel rank, so its rows have no "
+            "common owner. Choose sizes that tensor parallelism divides, or row_norm_beta2=None."
+        )
+    num_dims, row_dims = len(layout.shape), num_stack_dims(layout.shape, flatten) + 1
+    placements: list[Placement] = []
+    for placement in layout.placements:
+        if isinstance(placement, RaggedShard):
+            placements.append(_rows_of_ragged(placement, layout, row_dims))
+        elif any(cuts_dim(placement, dim) for dim in range(row_dims, num_dims)):
+            placements.append(Replicate())
+        else:
+            placements.append(placement)
+    shape = (*layout.shape[:row_dims], *(1 for _ in range(num_dims - row_dims)))
+    return Layout(shape, layout.mesh_shape, tuple(placements))
+
+
+def _rows_of_ragged(placement: RaggedShard, layout: Layout, row_dims: int) -> RaggedShard:
+    if len(placement.dims) <= row_dims:
+        return RaggedShard(placement.dims, placement.local_units)
+    shape = sharded_shape(layout, (0,) * len(layout.mesh_shape))
+    row_numel = math.prod(shape[row_dims:]) or 1
+    ends = [-(-end // row_numel) for end in accumulate(placement.local_numels(shape))]
+    units = tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    return RaggedShard(tuple(range(row_dims)), units)
+
+
+def _row_bands(
+    name: str, num_rows: int, heads: int | None, split_rows: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    """(start, rows) of what the rows of a matrix are split into."""
+    parts = [num_rows] if split_rows is None else list(split_rows)
+    if sum(parts) != num_rows:
+        raise ValueError(
+            f"param {name!r}: split_rows={tuple(parts)} sum to {sum(parts)}, but it has {num_rows} rows."
+        )
+    if heads is not None:
+        head_rows = num_rows // heads if heads > 0 else 0
+        if head_rows < 1 or num_rows % heads or any(part % head_rows for part in parts):
+            raise ValueError(
+                f"param {name!r}: heads={heads} do not divide {num_rows} rows, or a band of "
+                f"{tuple(parts)}. Pass the number of heads that all rows together hold."
+            )
+        parts = [head_rows] * heads
+    return [(end - part, part) for part, end in zip(parts, accumulate(parts), strict=True)]
+
+
+def _candidates(layout: Layout, region: Region, axes: Sequence[int], num_places: int) -> Sequence[int]:
+    """Indices that may hold part of the region: a contiguous few where one axis cuts, else all."""
+    if len(axes) != 1 or any(
+        not isinstance(p, Replicate) for axis, p in enumerate(layout.placements) if axis not in axes
+    ):
+        return range(num_places)
+    placement = layout.placements[axes[0]]
+    if isinstance(placement, RaggedShard):
+        stride = contiguous_stride(layout.shape)
+        start = sum(o * step for o, step in zip(region.offset, stride, strict=True))
+        last = start + sum((n - 1) * step for n, step in zip(region.size, stride, strict=True))
+        ends = _ends(placement, layout.shape)
+        return range(bisect_right(ends, start), min(bisect_right(ends, last), num_places - 1) + 1)
+    if type(placement) is Shard:
+        rows = -(-layout.shape[placement.dim] // num_places)
+        first = region.offset[placement.dim]
+        return range(first // max(rows, 1), (first + region.size[placement.dim] - 1) // max(rows, 1) + 1)
+    return range(num_places)
+
+
+@lru_cache(maxsize=65536)
+def _ends(placement: RaggedShard, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The element after the last one of each rank."""
+    return tuple(accumulate(placement.local_numels(shape)))

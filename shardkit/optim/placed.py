@@ -1,0 +1,127 @@
+"""Where a parameter lies, read from it once: the bridge from tensors to the pure files beside this one.
+
+A parameter may be a RaggedTensor, a DTensor with Shard, Replicate or torch's _StridedShard on any number of
+mesh axes, or a plain tensor, which this rank then holds alone. Axes that only replicate are left out: the
+replicas do the same on equal gradients, and nothing is sent between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shardkit._torch import local_of, spec_of, wait_async
+from shardkit.boxes import Layout, local_shape
+from shardkit.exchange import with_all_units
+from shardkit.optim.pieces import coordinates_on, cut_axes
+from shardkit.placement import RaggedShard, contiguous_stride
+from shardkit.ragged import RaggedTensor
+from shardkit.specs import coordinate_of, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A parameter's layout and the ranks that cut it.
+
+    Args:
+        name: fqn, or its number where the optimizer got no names.
+        layout: of the parameter.
+        me: this rank's place on the mesh.
+        axes: the mesh axes whose ranks hold different parts.
+        ranks: the global ranks along these axes; the plan's indices are places in this tuple.
+        mesh: None for a plain tensor.
+        device: of the local tensor.
+    """
+
+    name: str
+    layout: Layout
+    me: tuple[int, ...]
+    axes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    mesh: DeviceMesh | None
+    device: torch.device
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of the axes that cut."""
+        return () if self.mesh is None else tuple(self.mesh.get_group(axis) for axis in self.axes)
+
+    def zeros(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of zeros on the same ranks, laid out by `layout`."""
+        local = torch.zeros(local_shape(layout, self.me), dtype=dtype, device=device)
+        if self.mesh is None:
+            return local
+        shape = torch.Size(layout.shape)
+        if any(isinstance(placement, RaggedShard) for placement in layout.placements):
+            return RaggedTensor.from_local(local, self.mesh, layout.placements, shape=shape)
+        stride = contiguous_stride(shape)
+        return DTensor.from_local(local, self.mesh, layout.placements, shape=shape, stride=stride)
+
+
+def placed(name: str, param: Tensor) -> Placed:
+    """Read where `param` lies.
+
+    Collective over the mesh where a ragged parameter is tensor-parallel as well: all ranks must call.
+
+    Raises:
+        ValueError: it is complex or sparse, its local part is not contiguous, or a sum is still pending.
+    """
+    if param.is_complex() or param.is_sparse:
+        raise ValueError(f"param {name!r}: expected a dense real tensor, got {param.dtype}. Leave it out.")
+    if not isinstance(param, DTensor):
+        _check_contiguous(name, param)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return Placed(
+            name, Layout(tuple(param.shape), (1,), (Replicate(),)), (0,), (), (rank,), None, param.device
+        )
+    if any(isinstance(placement, Partial) for placement in param.placements):
+        raise ValueError(
+            f"param {name!r}: a sum is still pending in {param.placements}. Redistribute it before the "
+            "optimizer is built."
+        )
+    _check_contiguous(name, local_of(param))
+    mesh = param.device_mesh
+    layout, me = with_all_units(layout_of(spec_of(param)), mesh), coordinate_of(mesh)
+    axes = cut_axes(layout)
+    ranks = tuple(int(mesh.mesh[place]) for place in coordinates_on(layout, axes, me))
+    return Placed(name, layout, me, axes, ranks, mesh, local_of(param).device)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def local_grad(name: str, param: Tensor) -> Tensor:
+    """This rank's part of the gradient, contiguous.
+
+    Raises:
+        ValueError: the gradient lies otherwise than the parameter, or is sparse.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise ValueError(f"param {name!r}: expected a dense gradient, got a sparse one. Pass sparse=False.")
+    if isinstance(grad, DTensor):
+        alike = isinstance(param, DTensor) and grad.placements == param.placements
+    else:
+        alike = not isinstance(param, DTensor)
+    if not alike:
+        raise ValueError(
+            f"param {name!r}: expected its gradient to lie as it does, got {type(grad).__name__} of "
+            f"{getattr(grad, 'placements', 'no placements')}. Redistribute the gradient before step()."
+        )
+    return wait_async(local(grad)).contiguous()
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"param {name!r}: expected a contiguous tensor, got stride {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}. Call .contiguous() on it before it is sharded."
+        )

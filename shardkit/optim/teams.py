@@ -1,0 +1,137 @@
+"""The plan of a whole optimizer: one team for every set of ranks that cut parameters together.
+
+A model may have parameters on several sets of ranks, those of FSDP alone and those of FSDP and TP. Each set
+has a plan and an engine of its own; its members compare their plans once, before the first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardkit._torch import backend_name
+from shardkit.agreement import check_agreement
+from shardkit.boxes import Box
+from shardkit.collectives import has_peers
+from shardkit.optim.algorithm import Algorithm, Group, Target
+from shardkit.optim.engine import Engine, Ranks, route_of
+from shardkit.optim.pieces import Piece
+from shardkit.optim.placed import Placed
+from shardkit.optim.planning import Placing, StepPlan, plan_step
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter that an optimizer steps: where it lies, its group and its algorithm."""
+
+    at: Placed
+    group: Group
+    algorithm: Algorithm
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPlan:
+    """What an optimizer does in a step on every set of ranks that this rank is in; `print` shows tables."""
+
+    steps: tuple[StepPlan, ...]
+    elementwise: tuple[str, ...]  # parameters of which nothing travels
+
+    def __str__(self) -> str:
+        tables = [str(step) for step in self.steps]
+        if self.elementwise:
+            tables.append(f"{len(self.elementwise)} parameters elementwise, where they lie: nothing travels")
+        return "\n\n".join(tables)
+
+
+class Team:
+    """The members on one set of ranks, with their plan.
+
+    Args:
+        members: all with pieces, on the same ranks, in the optimizer's order.
+        placing: how their pieces may be placed.
+    """
+
+    def __init__(self, members: Sequence[Member], placing: Placing) -> None:
+        self.members = tuple(members)
+        self.places = [(member, piece) for member in members for piece in member.pieces]
+        self.ranks = members[0].at.ranks
+        pieces = [piece for _, piece in self.places]
+        self.plan = plan_step(pieces, len(self.ranks), [placing] * len(pieces))
+        self._engine: Engine | None = None
+
+    def agree(self, have_grad: Mapping[str, bool]) -> dict[str, bool]:
+        """Which members have a gradient on any rank. Collective over the team: all ranks must call."""
+        own = [have_grad[member.at.name] for member in self.members]
+        flags = torch.tensor(own, dtype=torch.uint8, device=self.members[0].at.device)
+        for group in self.members[0].at.groups:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        return {m.at.name: bool(flag) for m, flag in zip(self.members, flags.tolist(), strict=True)}
+
+    def run(self, targets: Mapping[str, Target], bucket_bytes: int) -> None:
+        """Step all pieces of `targets`, by parameter. Collective over the team: all ranks must call."""
+        if self._engine is None or self._engine.bucket_bytes != bucket_bytes:
+            self._engine = self._made_engine(bucket_bytes)
+        active = [place for place, (m, _) in enumerate(self.places) if m.at.name in targets]
+        self._engine.run(_TeamWork(self.places, targets), active)
+
+    def _made_engine(self, bucket_bytes: int) -> Engine:
+        at = self.members[0].at
+        device = at.device
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        index = self.ranks.index(rank)
+        if len(self.ranks) == 1:
+            return Engine(self.plan, Ranks(index, (0,), None), device, bucket_bytes)
+        group = at.groups[0] if len(at.groups) == 1 else dist.group.WORLD
+        assert group is not None
+        if has_peers(group, device):
+            for axis_group in at.groups:
+                check_agreement(self.plan.lines, axis_group, "optimizer step")
+        order = dist.get_process_group_ranks(group)
+        group_ranks = tuple(order.index(global_rank) for global_rank in self.ranks)
+        route = route_of(self.plan, group, backend_name(group, device))
+        return Engine(self.plan, Ranks(index, group_ranks, route), device, bucket_bytes)
+
+
+def make_teams(members: Sequence[Member], placing: Placing) -> tuple[Team, ...]:
+    """One team for every set of ranks with pieces, in order of first occurrence."""
+    by_ranks: dict[tuple[int, ...], list[Member]] = {}
+    for member in members:
+        if member.pieces:
+            by_ranks.setdefault(member.at.ranks, []).append(member)
+    return tuple(Team(of_ranks, placing) for of_ranks in by_ranks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _TeamWork:
+    """Sends each piece to its parameter's algorithm."""
+
+    places: Sequence[tuple[Member, Piece]]
+    targets: Mapping[str, Target]
+
+    def read(self, place: int, field: int, box: Box) -> Tensor:
+        member, piece = self.places[place]
+        return member.algorithm.read(self.targets[member.at.name], piece, field, box)
+
+    def compute(self, places: Sequence[int], fields: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        by_algorithm: dict[int, list[int]] = {}
+        for i, place in enumerate(places):
+            by_algorithm.setdefault(id(self.places[place][0].algorithm), []).append(i)
+        results: dict[int, list[Tensor]] = {}
+        for chosen in by_algorithm.values():
+            members = [self.places[places[i]][0] for i in chosen]
+            done = members[0].algorithm.compute(
+                [member.group for member in members],
+                [self.places[places[i]][1] for i in chosen],
+                [fields[i] for i in chosen],
+            )
+            results.update(zip(chosen, done, strict=True))
+        return [results[i] for i in range(len(places))]
+
+    def write(self, place: int, field: int, box: Box, values: Tensor) -> None:
+        member, piece = self.places[place]
+        member.algorithm.write(self.targets[member.at.name], piece, field, box, values)
