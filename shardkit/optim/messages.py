@@ -101,7 +101,7 @@ def _own_parts(plan: StepPlan, index: int, place: int) -> list[Part]:
         _part(field, place, number, box, 0)
         for number, field in enumerate(plan.assignments[place].piece.fields)
         for share in field.shares
-        if share.index == index
+        if share.holder == index
         for box in share.boxes
     ]
 

@@ -71,7 +71,7 @@ class ShardedOptimizer(Optimizer):
             shared = {key: own[key] for key in ("lr", "weight_decay")}
             self.defaults = {**algorithm.defaults, **shared}
         try:
-            super().add_param_group(param_group)  # type: ignore[no-untyped-call]
+            super().add_param_group(param_group)
         finally:
             self.defaults = own
         self._take(self.param_groups[-1], algorithm)

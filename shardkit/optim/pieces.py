@@ -50,9 +50,9 @@ class Matrix(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank, by its index among those that cut the parameter, holds of a region."""
+    """What one rank, `holder` by its index among those that cut the parameter, holds of a region."""
 
-    index: int
+    holder: int
     boxes: tuple[Box, ...]
 
     @property

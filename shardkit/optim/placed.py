@@ -125,3 +125,10 @@ def _check_contiguous(name: str, tensor: Tensor) -> None:
             f"param {name!r}: expected a contiguous tensor, got stride {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}. Call .contiguous() on it before it is sharded."
         )
+
+
+def planned(name: str, layout: Layout) -> Placed:
+    """A parameter on ranks that need not exist, as the first of them sees it."""
+    me, axes = (0,) * len(layout.mesh_shape), cut_axes(layout)
+    num_ranks = len(coordinates_on(layout, axes, me))
+    return Placed(name, layout, me, axes, tuple(range(num_ranks)), None, torch.device("meta"))

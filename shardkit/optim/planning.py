@@ -64,7 +64,7 @@ class Assignment:
     @property
     def line(self) -> str:
         """All that the ranks must agree on."""
-        shares = [(s.index, [b[:2] for b in s.boxes]) for f in self.piece.fields for s in f.shares]
+        shares = [(s.holder, [b[:2] for b in s.boxes]) for f in self.piece.fields for s in f.shares]
         dtypes = [str(field.dtype) for field in self.piece.fields]
         piece = self.piece
         return (
@@ -172,7 +172,7 @@ def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing
     owners = _owners(pieces, modes, num_ranks)
     assignments = []
     for piece, mode, owner in zip(pieces, modes, owners, strict=True):
-        holders = tuple(share.index for share in piece.fields[0].shares)
+        holders = tuple(share.holder for share in piece.fields[0].shares)
         workers = holders if mode == "replicate" else (owner,)
         gathers, returns = _transfers_of(piece, workers)
         moved = "owner" if mode == "local" and gathers else mode
@@ -181,7 +181,7 @@ def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing
 
 
 def fill_buckets(assignments: Sequence[Assignment], bucket_bytes: int) -> list[list[int]]:
-    """Places of the assignments that travel, in buckets that let no rank send or receive more bytes at once."""
+    """Places of the assignments that travel, in buckets that let no rank send or receive more at once."""
     buckets: list[list[int]] = []
     sent, received = Counter[int](), Counter[int]()
     for place, assignment in enumerate(assignments):
@@ -227,7 +227,7 @@ def _owners(pieces: Sequence[Piece], modes: Sequence[Mode], num_ranks: int) -> l
         total += piece.flops * (len(shares) if mode == "replicate" else 1)
         if mode == "replicate":
             for share in shares:
-                loads[share.index] += piece.flops
+                loads[share.holder] += piece.flops
     single = [place for place, mode in enumerate(modes) if mode != "replicate"]
     bound = max(total / num_ranks, *(pieces[place].flops for place in single), *loads, 0.0)
     owners = [-1] * len(pieces)
@@ -235,7 +235,7 @@ def _owners(pieces: Sequence[Piece], modes: Sequence[Mode], num_ranks: int) -> l
     heapq.heapify(least)
     for place in sorted(single, key=lambda place: (-pieces[place].flops, place)):
         piece = pieces[place]
-        held = {share.index: share.numel for share in piece.fields[0].shares}
+        held = {share.holder: share.numel for share in piece.fields[0].shares}
         fitting = [index for index in held if loads[index] + piece.flops <= SLACK * bound]
         if fitting:
             owner = max(fitting, key=lambda index: (held[index], -loads[index], -index))
@@ -262,14 +262,14 @@ def _transfers_of(
         itemsize = field.dtype.itemsize
         for copies in _copies(field.shares):
             for worker in workers:
-                if all(share.index != worker for share in copies):
+                if all(share.holder != worker for share in copies):
                     share = copies[0]
                     nbytes = share.numel * itemsize
-                    gathers.append(Transfer(share.index, worker, number, share.boxes, nbytes))
+                    gathers.append(Transfer(share.holder, worker, number, share.boxes, nbytes))
             for share in copies:
-                if share.index not in workers:
+                if share.holder not in workers:
                     nbytes = share.numel * itemsize
-                    returns.append(Transfer(workers[0], share.index, number, share.boxes, nbytes))
+                    returns.append(Transfer(workers[0], share.holder, number, share.boxes, nbytes))
     return tuple(gathers), tuple(returns)
 
 

@@ -1,0 +1,101 @@
+"""What to ask of `fully_shard` before the optimizer exists, and layouts for ranks that do not exist.
+
+Pure. The layout is fixed when a model is sharded, so an optimizer's wish has to be a function of shapes and
+settings. A wish that the planner does not grant changes what travels, never the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from shardkit.boxes import Layout
+from shardkit.optim.muon import MuonAlgorithm
+from shardkit.optim.placed import Placed, planned
+from shardkit.optim.planning import Placing, StepPlan, plan_step
+from shardkit.placement import Blocks, RaggedShard, block_numel
+from shardkit.plan import TensorSpec, plan_bucket
+
+AlgorithmName = Literal["muon", "adamw", "shampoo", "soap", "adamw8bit"]
+
+
+def block_for(
+    shape: Sequence[int],
+    algorithm: AlgorithmName,
+    *,
+    heads: int | None = None,
+    block: int = 1024,
+) -> Blocks:
+    """The wish that spares `algorithm` its exchange for a parameter of `shape`.
+
+        fully_shard(layer, mesh, shard_placement_fn=lambda p: block_for(p.shape, "muon"))
+
+    Args:
+        shape: of the parameter.
+        algorithm: "muon" wants whole matrices, or the rows of one head where `heads` says how many there
+            are; "shampoo" and "soap" bands of `block` rows; "adamw8bit" whole rows; "adamw" nothing.
+        heads: as in Muon's groups.
+        block: as in Shampoo's.
+
+    Returns:
+        A preferred wish: the planner takes less where it would pad too much.
+
+    Raises:
+        ValueError: an unknown algorithm, or heads that do not divide the rows.
+    """
+    if algorithm not in ("muon", "adamw", "shampoo", "soap", "adamw8bit"):
+        raise ValueError(f"block_for: algorithm {algorithm!r} is unknown. Pass 'muon', 'shampoo', ...")
+    if len(shape) < 2 or algorithm == "adamw":
+        return Blocks.elements()
+    num_rows = shape[1] if len(shape) == 3 else shape[0]
+    if algorithm == "adamw8bit":
+        return Blocks(1, required=False)
+    if algorithm in ("shampoo", "soap"):
+        return Blocks(max(1, min(block, num_rows)), required=False)
+    if heads is not None:
+        if heads < 1 or num_rows % heads:
+            raise ValueError(f"block_for: heads={heads} do not divide {num_rows} rows of {tuple(shape)}.")
+        return Blocks(num_rows // heads, required=False)
+    return Blocks(max(1, num_rows), required=False)
+
+
+def ragged_layouts(
+    units: Sequence[Mapping[str, Sequence[int]]], num_ranks: int, blocks: Blocks | None = None
+) -> dict[str, Layout]:
+    """Where the planner would put the parameters of a model on `num_ranks` ranks of one shard axis.
+
+    Args:
+        units: the parameters of each `fully_shard` call: shapes by fqn.
+        num_ranks: need not exist.
+        blocks: of every matrix; whole rows by default.
+    """
+    wish = Blocks() if blocks is None else blocks
+    layouts: dict[str, Layout] = {}
+    for unit in units:
+        specs = []
+        for name, shape in unit.items():
+            numel, period = block_numel(wish, shape)
+            row_numel = math.prod(shape[2 if len(shape) == 3 else 1 :]) if numel > 1 else 1
+            specs.append(TensorSpec(name, math.prod(shape), numel, period, row_numel, wish.required))
+        plan = plan_bucket(specs, num_ranks)
+        for name, shape in unit.items():
+            numels = [plan.local_range(name, rank).numel for rank in range(num_ranks)]
+            placement = RaggedShard.from_numels(shape, numels, plan.blocks[name])
+            layouts[name] = Layout(tuple(shape), (num_ranks,), (placement,))
+    return layouts
+
+
+def muon_plan(layouts: Mapping[str, Layout], *, placement: Placing = "auto", **settings: object) -> StepPlan:
+    """The plan of a Muon step for ranks that need not exist, from layouts on one mesh of any shape.
+
+    Args:
+        layouts: by fqn, matrices only; all cut by the same ranks.
+        placement, settings: as `Muon` takes them.
+    """
+    algorithm = MuonAlgorithm()
+    group = {**algorithm.defaults, **settings}
+    members: list[Placed] = [planned(name, layout) for name, layout in layouts.items()]
+    pieces = [piece for at in members for piece in algorithm.pieces(at, group)]
+    num_ranks = max(len(at.ranks) for at in members)
+    return plan_step(pieces, num_ranks, [placement] * len(pieces))
