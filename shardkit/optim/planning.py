@@ -136,7 +136,7 @@ class StepPlan:
 
     def __str__(self) -> str:
         names = [assignment.piece.name for assignment in self.assignments]
-        width = max(map(len, names), default=0)
+        width = max(map(len, ["piece", *names]))
         lines = []
         for name, a in zip(names, self.assignments, strict=True):
             who = ",".join(map(str, a.workers)) if len(a.workers) <= 4 else f"{len(a.workers)} ranks"

@@ -1,0 +1,191 @@
+"""The optimizers' plans: pieces, owners, bytes; for models and world sizes that no machine here has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from shardkit.boxes import Layout
+from shardkit.optim import Muon, block_for, muon_plan, ragged_layouts
+from shardkit.optim.messages import schedule_of
+from shardkit.optim.pieces import Region, matrices_of, row_layout, shares_of
+from shardkit.optim.planning import fill_buckets
+from shardkit.placement import Blocks, RaggedShard
+
+LLAMA = [
+    ("q", (4096, 4096)),
+    ("k", (1024, 4096)),
+    ("v", (1024, 4096)),
+    ("o", (4096, 4096)),
+    ("gate", (14336, 4096)),
+    ("up", (14336, 4096)),
+    ("down", (4096, 14336)),
+]
+ATTENTION = [("q", (3072, 2048)), ("kv_a", (576, 2048)), ("kv_b", (4096, 512)), ("o", (2048, 2048))]
+DENSE = [*ATTENTION, ("gate", (11264, 2048)), ("up", (11264, 2048)), ("down", (2048, 11264))]
+EXPERTS = [
+    (f"{name}.{expert}", shape)
+    for expert in range(64)
+    for name, shape in (("gate", (1408, 2048)), ("up", (1408, 2048)), ("down", (2048, 1408)))
+]
+SHARED = [("gate", (2816, 2048)), ("up", (2816, 2048)), ("down", (2048, 2816)), ("router", (64, 2048))]
+MODELS = {"llama": [LLAMA] * 32, "moe": [DENSE, *[[*ATTENTION, *SHARED, *EXPERTS]] * 26]}
+
+
+def units_of(model: str, layers_per_unit: int) -> list[dict[str, tuple[int, ...]]]:
+    layers = MODELS[model]
+    return [
+        {
+            f"{i}.{name}": shape
+            for i in range(start, min(start + layers_per_unit, len(layers)))
+            for name, shape in layers[i]
+        }
+        for start in range(0, len(layers), layers_per_unit)
+    ]
+
+
+# (model, ranks, layers a unit) -> GB a rank in the mean, GB in and out of the busiest rank one way, FLOP
+# balance: the model in which the same rule was first counted, on shards cut between any two elements
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "layers_per_unit", "mean_gb", "worst_gb", "balance"),
+    [
+        ("llama", 8, 1, 1.645, 2.42, 1.06),
+        ("llama", 8, 4, 0.1345, 0.135, 1.07),
+        ("llama", 8, 8, 0.0, 0.0, 1.0),
+        ("llama", 64, 1, 0.3935, 0.4265, 1.06),
+        ("llama", 64, 4, 0.3085, 0.3815, 1.10),
+        ("llama", 64, 32, 0.01685, 0.0175, 1.06),
+        ("llama", 512, 4, 0.0516, 0.1385, 4.24),
+        ("moe", 8, 1, 0.1675, 0.3725, 1.10),
+        ("moe", 64, 4, 0.0310, 0.1235, 1.10),
+    ],
+)
+def test_bytes_and_balance_of_large_models(
+    model: str, num_ranks: int, layers_per_unit: int, mean_gb: float, worst_gb: float, balance: float
+) -> None:
+    layouts = ragged_layouts(units_of(model, layers_per_unit), num_ranks, Blocks.elements())
+    found = muon_plan(layouts).balance
+    assert found.mean_sent_bytes / 1e9 <= mean_gb
+    assert found.worst_bytes / 2e9 <= worst_gb
+    assert found.max_over_mean_flops <= balance + 0.005
+
+
+def test_row_blocks_move_no_more_than_element_cuts_did() -> None:
+    found = muon_plan(ragged_layouts(units_of("llama", 4), 64)).balance
+    assert found.mean_sent_bytes <= 0.3085e9 and found.max_over_mean_flops <= 1.10
+
+
+def ragged(shape: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
+    return Layout(shape, (len(rows),), (RaggedShard((0,), rows),))
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    layouts = {"a": ragged((6, 4), (6, 0, 0)), "b": ragged((300, 200), (1, 299, 0)), "c": ragged((2, 8), (1, 1, 0))}
+    assert str(muon_plan(layouts)).splitlines() == [
+        "piece           matrix  mode          rank       moved      FLOPs",
+        "a                6 x 4  local            0         0 B   2.56e+03",
+        "b            300 x 200  owner            1       800 B   3.20e+08",
+        "c                2 x 8  replicate      0,1        32 B   7.20e+02",
+        "3 ranks: each sends 277 B in the mean; the busiest sends and receives 832 B; 3.20e+08 FLOPs, "
+        "busiest over mean 3.00",
+    ]
+
+
+def test_the_digest_follows_every_layout() -> None:
+    plans = [muon_plan({"w": ragged((8, 4), rows)}) for rows in ((4, 4), (4, 4), (3, 5))]
+    assert plans[0].digest == plans[1].digest != plans[2].digest
+
+
+def test_what_must_be_local_and_is_cut_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"param 'w': expected on one rank.*Blocks\.whole\(\)"):
+        muon_plan({"w": ragged((8, 4), (4, 4))}, placement="local")
+
+
+def test_buckets_keep_to_their_size_and_lose_nothing() -> None:
+    layouts = {str(i): ragged((64, 64), (32, 16, 16)) for i in range(9)}
+    plan = muon_plan(layouts, placement="owner")
+    buckets = fill_buckets(plan.assignments, 9000)
+    assert sorted(place for bucket in buckets for place in bucket) == list(range(9))
+    assert len(buckets) > 2
+    for index in range(3):
+        for bucket in schedule_of(plan, index, range(9), 9000).traveling:
+            for messages in (bucket.gather_sends, bucket.gather_receives):
+                assert sum(message.nbytes for message in messages) <= 9000
+
+
+def test_what_the_plan_says_is_sent_is_what_the_messages_hold() -> None:
+    layouts = {"w": ragged((64, 64), (32, 16, 16)), "v": ragged((30, 7), (0, 1, 29))}
+    plan = muon_plan(layouts, placement="owner", row_norm_beta2=0.95)
+    for index in range(3):
+        buckets = schedule_of(plan, index, [0, 1], 1 << 20).traveling
+        sent = sum(m.nbytes for b in buckets for m in (*b.gather_sends, *b.return_sends))
+        assert sent == plan.sent_bytes(index)
+
+
+def test_matrices_of_stacks_convolutions_heads_and_fused_rows() -> None:
+    assert [m[1:] for m in matrices_of("w", (3, 8, 6))] == [(8, 6)] * 3
+    assert [m[1:] for m in matrices_of("w", (8, 3, 5, 5))] == [(8, 75)]
+    assert [m[1:] for m in matrices_of("w", (8, 3, 5), flatten=True)] == [(8, 15)]
+    heads = matrices_of("w", (8, 6), split_rows=(4, 2, 2), heads=4)
+    assert [m.region for m in heads] == [Region((start, 0), (2, 6)) for start in (0, 2, 4, 6)]
+    assert [m.rows for m in matrices_of("w", (8, 6), split_rows=(4, 3, 1))] == [4, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "words"),
+    [
+        ((8,), {}, "param 'w': expected a matrix.*algorithm='adamw'"),
+        ((8, 6), {"split_rows": (4, 5)}, r"param 'w': split_rows=\(4, 5\) sum to 9, but it has 8 rows"),
+        ((8, 6), {"heads": 3}, "param 'w': heads=3 do not divide 8 rows"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_by_name(
+    shape: tuple[int, ...], settings: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Muon([{"params": [("w", torch.zeros(shape))], **settings}])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"adjust_lr": "original"}, "adjust_lr: expected one of .*got 'original'"),
+        ({"coefficients": "quintic"}, "coefficients: expected one of .*got 'quintic'"),
+        ({"momentum": 1.5}, r"momentum: expected a number in \[0, 1\), got 1.5"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Muon([torch.zeros(2, 2)], **settings)
+
+
+def test_shares_agree_with_a_search_over_all_ranks() -> None:
+    for placement in (RaggedShard((0, 1), (7, 0, 20, 3)), RaggedShard((0,), (0, 2, 2, 1)), Shard(0), Shard(1)):
+        layout = Layout((5, 6), (4,), (placement,))
+        held = {share.holder: share.numel for share in shares_of(layout, Region((1, 0), (3, 6)), (0,), (0,))}
+        assert sum(held.values()) == 18
+        assert all(held.values())
+
+
+def test_row_state_lies_with_the_first_element_of_a_row() -> None:
+    layout = Layout((5, 3), (3,), (RaggedShard((0, 1), (4, 0, 11)),))
+    assert row_layout("w", layout).placements == (RaggedShard((0,), (2, 0, 3)),)
+    columns = Layout((6, 4), (2, 2), (RaggedShard((0,), (1, 5)), Shard(1)))
+    assert row_layout("w", columns).placements == (RaggedShard((0,), (1, 5)), Replicate())
+
+
+def test_wishes() -> None:
+    assert block_for((8, 6), "muon") == Blocks(8, required=False)
+    assert block_for((3, 8, 6), "muon") == Blocks(8, required=False)
+    assert block_for((8, 6), "muon", heads=4) == Blocks(2, required=False)
+    assert block_for((4096, 6), "shampoo", block=256) == Blocks(256, required=False)
+    assert block_for((8, 6), "adamw8bit") == Blocks(1, required=False)
+    assert block_for((8, 6), "adamw") == block_for((8,), "muon") == Blocks.elements()
+    with pytest.raises(ValueError, match="heads=3 do not divide 8 rows"):
+        block_for((8, 6), "muon", heads=3)
+
+
+def test_a_plan_of_meta_parameters() -> None:
+    optimizer = Muon([("w", torch.nn.Parameter(torch.empty(8, 4, device="meta")))])
+    assert "w                8 x 4  local" in str(optimizer.plan())
