@@ -1,6 +1,21 @@
 """Optimizers that never cut a matrix: exact at any world size and layout, moving what a boundary cuts."""
 
+from shardkit.optim.convert import from_sum_form, from_torch_muon
 from shardkit.optim.optimizers import AdamW, Muon
+from shardkit.optim.qk_clip import Projection, qk_clip_
+from shardkit.optim.routing import route_params, split_params
 from shardkit.optim.wish import block_for, muon_plan, ragged_layouts
 
-__all__ = ["AdamW", "Muon", "block_for", "muon_plan", "ragged_layouts"]
+__all__ = [
+    "AdamW",
+    "Muon",
+    "Projection",
+    "block_for",
+    "from_sum_form",
+    "from_torch_muon",
+    "muon_plan",
+    "qk_clip_",
+    "ragged_layouts",
+    "route_params",
+    "split_params",
+]

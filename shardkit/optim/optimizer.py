@@ -93,6 +93,8 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         teams = self._made_teams()
         targets = self._targets(teams)
+        for team in teams:
+            team.prepare(self.bucket_bytes)
         for algorithm in self.algorithms.values():
             own = [
                 target
@@ -104,7 +106,7 @@ class ShardedOptimizer(Optimizer):
         for team in teams:
             of_team = {m.at.name: targets[m.at.name] for m in team.members if m.at.name in targets}
             if of_team:
-                team.run(of_team, self.bucket_bytes)
+                team.run(of_team)
         return loss
 
     def plan(self) -> OptimizerPlan:

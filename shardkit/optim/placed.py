@@ -21,7 +21,7 @@ from shardkit.exchange import with_all_units
 from shardkit.optim.pieces import coordinates_on, cut_axes
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.ragged import RaggedTensor
-from shardkit.specs import coordinate_of, layout_of
+from shardkit.specs import coordinate_of, layout_of, same_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def local_grad(name: str, param: Tensor) -> Tensor:
     if grad.is_sparse:
         raise ValueError(f"param {name!r}: expected a dense gradient, got a sparse one. Pass sparse=False.")
     if isinstance(grad, DTensor):
-        alike = isinstance(param, DTensor) and grad.placements == param.placements
+        alike = isinstance(param, DTensor) and same_placements(grad.placements, param.placements)
     else:
         alike = not isinstance(param, DTensor)
     if not alike:

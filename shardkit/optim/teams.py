@@ -72,10 +72,18 @@ class Team:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         return {m.at.name: bool(flag) for m, flag in zip(self.members, flags.tolist(), strict=True)}
 
-    def run(self, targets: Mapping[str, Target], bucket_bytes: int) -> None:
-        """Step all pieces of `targets`, by parameter. Collective over the team: all ranks must call."""
-        if self._engine is None or self._engine.bucket_bytes != bucket_bytes:
+    def prepare(self, bucket_bytes: int) -> None:
+        """Make the engine, once. Collective over the team then: all ranks must call.
+
+        Raises:
+            PlanMismatchError: on all ranks, if they planned differently; it names the first parameter.
+        """
+        if self._engine is None:
             self._engine = self._made_engine(bucket_bytes)
+
+    def run(self, targets: Mapping[str, Target]) -> None:
+        """Step all pieces of `targets`, by parameter. Collective over the team: all ranks must call."""
+        assert self._engine is not None
         active = [place for place, (m, _) in enumerate(self.places) if m.at.name in targets]
         self._engine.run(_TeamWork(self.places, targets), active)
 

@@ -44,11 +44,19 @@ def elements_of(numel: int, world_size: int) -> RaggedShard:
 
 
 def placements_of(i: int, shape: Sequence[int], world_size: int) -> list[Placement]:
-    kinds = [Shard(0), rows_of(shape[0], world_size), elements_of(math.prod(shape), world_size), Shard(1), Replicate()]
+    kinds = [
+        Shard(0),
+        rows_of(shape[0], world_size),
+        elements_of(math.prod(shape), world_size),
+        Shard(1),
+        Replicate(),
+    ]
     return [kinds[i % len(kinds)]]
 
 
-def matrices(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def matrices(
+    seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
@@ -154,9 +162,7 @@ def test_what_travels_is_what_the_plan_says(world_size: int) -> None:
         with count_traffic() as traffic:
             optimizer.step()
         planned = sum(step.sent_bytes(rank) for step in optimizer.plan().steps if step.num_ranks > 1)
-        assert dict(traffic.sent_bytes) == {"all_to_all": planned} and planned > 0 or planned == 0
-        digest = optimizer.plan().steps[0].digest
-        assert len(digest) == 64
+        assert dict(traffic.sent_bytes) == {"all_to_all": planned}
 
     run_ranks(run, world_size)
 
@@ -171,7 +177,9 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
     "polar express": {"coefficients": "polar_express", "adjust_lr": "sqrt_ratio"},
     "float32": {"ns_dtype": torch.float32, "adjust_lr": "sqrt_max"},
     "float32 on the wire": {"comm_dtype": torch.float32},
-    "plug": {"orthogonalize": lambda stack: stack / torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True)},
+    "plug": {
+        "orthogonalize": lambda stack: stack / torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True)
+    },
     "maximize": {"maximize": True, "adjust_lr": lambda rows, cols: 1.0},
 }
 
@@ -275,7 +283,7 @@ def test_newton_schulz_is_near_the_same_polynomial_in_float64() -> None:
         for matrix in matrices(3, [(48, 96), (96, 48)]):
             exact = newton_schulz(matrix.double(), table, dtype=torch.float64)
             rounded = newton_schulz(matrix, table).double()
-            assert (rounded - exact).norm() / exact.norm() < 0.02, name
+            assert (rounded - exact).norm() / exact.norm() < 0.03, name
 
 
 def test_state_is_there_before_the_first_step() -> None:
@@ -401,7 +409,7 @@ def test_a_gradient_laid_out_otherwise_is_refused_by_name() -> None:
         param.grad = distribute_tensor(matrices(1, [(8, 6)])[0], mesh, [Shard(1)])
         optimizer.step()
 
-    errors_on_all_ranks(run, 2, RuntimeError, "w")
+    errors_on_all_ranks(run, 2, ValueError, "param 'w': expected its gradient to lie", "Shard(dim=1)")
 
 
 def test_the_defaults_are_torchs() -> None:

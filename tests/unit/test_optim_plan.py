@@ -81,7 +81,11 @@ def ragged(shape: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
 
 
 def test_a_plan_prints_as_a_table() -> None:
-    layouts = {"a": ragged((6, 4), (6, 0, 0)), "b": ragged((300, 200), (1, 299, 0)), "c": ragged((2, 8), (1, 1, 0))}
+    layouts = {
+        "a": ragged((6, 4), (6, 0, 0)),
+        "b": ragged((300, 200), (1, 299, 0)),
+        "c": ragged((2, 8), (1, 1, 0)),
+    }
     assert str(muon_plan(layouts)).splitlines() == [
         "piece           matrix  mode          rank       moved      FLOPs",
         "a                6 x 4  local            0         0 B   2.56e+03",
@@ -161,7 +165,12 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, object], words: s
 
 
 def test_shares_agree_with_a_search_over_all_ranks() -> None:
-    for placement in (RaggedShard((0, 1), (7, 0, 20, 3)), RaggedShard((0,), (0, 2, 2, 1)), Shard(0), Shard(1)):
+    for placement in (
+        RaggedShard((0, 1), (7, 0, 20, 3)),
+        RaggedShard((0,), (0, 2, 2, 1)),
+        Shard(0),
+        Shard(1),
+    ):
         layout = Layout((5, 6), (4,), (placement,))
         held = {share.holder: share.numel for share in shares_of(layout, Region((1, 0), (3, 6)), (0,), (0,))}
         assert sum(held.values()) == 18

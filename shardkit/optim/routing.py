@@ -1,0 +1,106 @@
+"""Which algorithm a parameter should have: groups with reasons, and no silent choice.
+
+Muon is for the matrices inside a network; embeddings, output heads, gains and biases are AdamW's (Jordan et
+al., 2024). Sending an embedding to Muon is the most common mistake and no error shows it, so every parameter
+needs a rule here, and one without raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+RouteName = Literal["muon", "adamw"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")
+
+
+class Routed(NamedTuple):
+    """Where a parameter goes, and why."""
+
+    algorithm: RouteName
+    reason: str
+
+
+def route_params(model: nn.Module, overrides: Mapping[str, RouteName] | None = None) -> dict[str, Routed]:
+    """The algorithm of every trainable parameter with its reason, by fqn; tied ones under their first name.
+
+    Args:
+        model: sharded or not, on meta or not.
+        overrides: fqns, or beginnings of fqns at a dot, that are yours to decide.
+
+    Raises:
+        ValueError: no rule fits a parameter, or an override fits none.
+    """
+    overrides = overrides or {}
+    routed: dict[str, Routed] = {}
+    seen: dict[Tensor, str] = {}
+    used: set[str] = set()
+    shared = {name: param for name, param in model.named_parameters(remove_duplicate=False)}
+    embedded = {
+        param
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for param in module.parameters(recurse=False)
+    }
+    for name, param in shared.items():
+        if not param.requires_grad or param in seen:
+            continue
+        seen[param] = name
+        chosen = next((key for key in overrides if name == key or name.startswith(f"{key}.")), None)
+        if chosen is not None:
+            used.add(chosen)
+            routed[name] = Routed(overrides[chosen], f"override {chosen!r}")
+        elif param in embedded:
+            routed[name] = Routed("adamw", "an embedding")
+        else:
+            routed[name] = _route(model, name, param)
+    if unused := [key for key in overrides if key not in used]:
+        raise ValueError(f"overrides: {unused} name no trainable parameter. Use names of named_parameters().")
+    return routed
+
+
+def split_params(
+    model: nn.Module, *, overrides: Mapping[str, RouteName] | None = None
+) -> list[dict[str, Any]]:
+    """Two groups of named parameters, for Muon and for AdamW, to be handed to either optimizer.
+
+        optimizer = Muon(split_params(model), lr=3e-4)
+
+    Each group has a key `reasons`: why each of its parameters is there, in order.
+
+    Raises:
+        ValueError: as `route_params`.
+    """
+    routed, params = route_params(model, overrides), dict(model.named_parameters())
+    groups = []
+    for algorithm in ("muon", "adamw"):
+        names = [name for name, route in routed.items() if route.algorithm == algorithm]
+        if names:
+            reasons = [routed[name].reason for name in names]
+            named = [(name, params[name]) for name in names]
+            groups.append({"params": named, "algorithm": algorithm, "reasons": reasons})
+    return groups
+
+
+def _route(model: nn.Module, name: str, param: Tensor) -> Routed:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    last = path.rpartition(".")[2].lower()
+    if param.ndim < 2 or 1 in param.shape[-2:]:
+        return Routed("adamw", "a vector: a bias, a gain, or a matrix of one row or column")
+    if last in _HEADS or leaf in _HEADS:
+        return Routed("adamw", "an output head, by its name")
+    if isinstance(module, _CONVOLUTIONS):
+        return Routed("muon", "a convolution, taken as (out, rest)")
+    if param.ndim == 2:
+        return Routed("muon", "a matrix")
+    if param.ndim == 3:
+        return Routed("muon", "a stack of matrices, taken one by one")
+    raise ValueError(
+        f"param {name!r}: no rule fits a parameter of shape {tuple(param.shape)} in a "
+        f"{type(module).__name__}. Say where it goes: overrides={{{name!r}: 'adamw'}}."
+    )

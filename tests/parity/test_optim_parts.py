@@ -1,0 +1,114 @@
+"""Around the optimizers: routing of parameters, QK-clip, state of other Muons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Shard
+
+from shardkit.optim import (
+    Muon,
+    Projection,
+    from_sum_form,
+    from_torch_muon,
+    qk_clip_,
+    route_params,
+    split_params,
+)
+from shardkit.placement import RaggedShard
+from shardkit.ragged import distribute_tensor
+from tests.parity.test_muon import give_grads, matrices
+from tests.support.models import ConvNet, Experts, Transformer
+from tests.support.ranks import run_ranks
+
+
+def algorithms(model: nn.Module, **kwargs: object) -> dict[str, str]:
+    return {name: route.algorithm for name, route in route_params(model, **kwargs).items()}
+
+
+def test_embeddings_heads_and_vectors_are_not_sent_to_muon() -> None:
+    routed = route_params(Transformer())
+    assert routed["embed.weight"] == ("adamw", "an embedding")
+    assert routed["head.weight"].algorithm == "adamw"
+    assert routed["blocks.0.qkv.weight"] == ("muon", "a matrix")
+    assert routed["blocks.0.up.bias"].algorithm == routed["norm.weight"].algorithm == "adamw"
+    tied = algorithms(Transformer(tied=True))
+    assert tied["embed.weight"] == "adamw" and "head.weight" not in tied
+    assert algorithms(Experts())["weight"] == algorithms(ConvNet())["conv.weight"] == "muon"
+
+
+def test_groups_go_into_one_optimizer_with_reasons() -> None:
+    groups = split_params(Transformer(), overrides={"blocks.0": "adamw"})
+    assert [group["algorithm"] for group in groups] == ["muon", "adamw"]
+    assert all(len(group["params"]) == len(group["reasons"]) for group in groups)
+    optimizer = Muon(groups, lr=0.01)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+    assert "parameters elementwise" in str(optimizer.plan())
+    assert not any("blocks.0" in name for name in optimizer.param_groups[0]["param_names"])
+
+
+def test_a_parameter_without_a_rule_and_an_override_without_a_parameter_raise() -> None:
+    model = nn.Module()
+    model.odd = nn.Parameter(torch.zeros(2, 3, 4, 5))
+    with pytest.raises(ValueError, match=r"param 'odd': no rule fits.*overrides=\{'odd': 'adamw'\}"):
+        split_params(model)
+    assert algorithms(model, overrides={"odd": "adamw"}) == {"odd": "adamw"}
+    with pytest.raises(ValueError, match=r"overrides: \['even'\] name no trainable parameter"):
+        split_params(model, overrides={"odd": "adamw", "even": "muon"})
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"algorithm: expected one of \['adamw', 'muon'\], got 'lion'"):
+        Muon([{"params": [torch.zeros(2, 2)], "algorithm": "lion"}])
+
+
+def test_qk_clip_shrinks_the_heads_above_the_bound_on_every_rank() -> None:
+    """Against a loop over heads; grouped keys, a negative maximum, a nan, a head that only one rank saw."""
+    nan = float("nan")
+    logits = [torch.tensor([50.0, 400.0, -3.0, nan]), torch.tensor([20.0, 10.0, nan, 150.0])]
+    query, key = matrices(0, [(12, 5), (6, 5)])
+    gamma = torch.tensor([1.0, 100 / 400, 1.0, 100 / 150])
+    expected_query = query * gamma.sqrt().repeat_interleave(3)[:, None]
+    expected_key = key * torch.tensor([100 / 400, 100 / 150]).sqrt().repeat_interleave(3)[:, None]
+
+    def run(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        q = distribute_tensor(query, mesh, [RaggedShard((0, 1), (23, 37))])
+        k = distribute_tensor(key, mesh, [Shard(1)])
+        maxima = qk_clip_([Projection("q", q, logits[rank], 4), Projection("k", k, logits[rank], 2)])
+        assert maxima[:4].tolist() == [50.0, 400.0, -3.0, 150.0]
+        torch.testing.assert_close(q.full_tensor(), expected_query, rtol=1e-6, atol=0)
+        torch.testing.assert_close(k.full_tensor(), expected_key, rtol=1e-6, atol=0)
+
+    run_ranks(run, 2)
+    with pytest.raises(ValueError, match="param 'q': num_heads=5 do not divide its 12 rows"):
+        qk_clip_([Projection("q", query, logits[0], 5)])
+    with pytest.raises(ValueError, match="expected tau > 0"):
+        qk_clip_([], tau=0.0)
+
+
+def test_momentum_of_other_muons_goes_on_here() -> None:
+    shapes = [(8, 6), (6, 9)]
+    params = [nn.Parameter(v) for v in matrices(0, shapes)]
+    optimizer = Muon(params, lr=0.02)
+    give_grads(params, matrices(1, shapes))
+    optimizer.step()
+    own = optimizer.state_dict()
+    group = {"params": [0, 1], "mu": 0.95}
+    sums = {i: {"momentum": s["momentum_buffer"] / (1 - 0.95)} for i, s in own["state"].items()}
+    fresh = Muon([p.detach().clone().requires_grad_() for p in params], lr=0.02)
+    for converted in (
+        from_sum_form({"state": sums, "param_groups": [group]}, fresh.state_dict(), key="momentum"),
+        from_torch_muon({"state": own["state"], "param_groups": [group]}, fresh.state_dict()),
+    ):
+        fresh.load_state_dict(converted)
+        for i, (state, p) in enumerate(zip(fresh.state.values(), params, strict=True)):
+            expected = optimizer.state[p]["momentum_buffer"]
+            torch.testing.assert_close(state["momentum_buffer"], expected, rtol=1e-6, atol=0, msg=str(i))
+    with pytest.raises(ValueError, match="expected 2 parameters, got 1"):
+        from_torch_muon({"state": {}, "param_groups": [{"params": [0]}]}, own)
+    with pytest.raises(ValueError, match="neither 'momentum' nor 'mu'"):
+        from_sum_form({"state": {}, "param_groups": [{"params": [0, 1]}]}, own)
