@@ -11,11 +11,19 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import host, optim, padding, peak, step, traffic
+from tests.bench import host, optim, padding, peak, sharded_optim, step, traffic
 from tests.bench.table import as_json, print_table
 
 # A section has a TITLE, `measure(num_launches)` and `rows(samples)`.
-SECTIONS = {"step": step, "host": host, "optim": optim, "peak": peak, "traffic": traffic, "padding": padding}
+SECTIONS = {
+    "step": step,
+    "host": host,
+    "optim": optim,
+    "sharded-optim": sharded_optim,
+    "peak": peak,
+    "traffic": traffic,
+    "padding": padding,
+}
 
 
 def main() -> int:
