@@ -246,6 +246,12 @@ def keep_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
 # ---------------------------------------------------------------- lists of tensors
 
 
+def join_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """A 1-D copy of all tensors, one after another: one call, where torch.cat wants a view of each first."""
+    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+    return flat
+
+
 def split_flat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous views of a 1-D tensor, one after another, shaped as `like`: one call, not two each."""
     return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardkit._torch import split_flat
+from shardkit._torch import join_flat, split_flat
 from shardkit.boxes import Box
 from shardkit.optim.algorithm import Group, Target
 from shardkit.optim.pieces import Piece
@@ -110,7 +110,7 @@ def _step_packed(targets: Sequence[Target], group: Group, step: float) -> None:
         _step_lists(*_lists(targets), group, step)
         return
     lists = _lists(targets)
-    params, grads, exp_avgs, exp_avg_sqs = (torch.cat([t.view(-1) for t in tensors]) for tensors in lists)
+    params, grads, exp_avgs, exp_avg_sqs = map(join_flat, lists)
     _step_lists([params], [grads], [exp_avgs], [exp_avg_sqs], group, step)
     for tensors, flat in ((lists[0], params), (lists[2], exp_avgs), (lists[3], exp_avg_sqs)):
         torch._foreach_copy_(tensors, split_flat(flat, tensors))

@@ -147,7 +147,7 @@ class ShardedOptimizer(Optimizer):
 
     def _target(self, param: Tensor, member: Member) -> Target:
         group, name = member.group, member.at.name
-        own = local(param.detach())
+        own = local(param)
         grad = torch.zeros_like(own) if param.grad is None else local_grad(name, param)
         state = {key: local(value) for key, value in self.state[param].items()}
         return Target(name, own, grad.neg() if group["maximize"] else grad, state, group)

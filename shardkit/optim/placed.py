@@ -94,7 +94,7 @@ def placed(name: str, param: Tensor) -> Placed:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_grad(name: str, param: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def local_grad(name: str, param: Tensor) -> Tensor:
     if grad.is_sparse:
         raise ValueError(f"param {name!r}: expected a dense gradient, got a sparse one. Pass sparse=False.")
     if isinstance(grad, DTensor):
-        alike = isinstance(param, DTensor) and same_placements(grad.placements, param.placements)
+        alike = isinstance(param, DTensor) and _lies_as(grad, param)
     else:
         alike = not isinstance(param, DTensor)
     if not alike:
@@ -117,6 +117,14 @@ def local_grad(name: str, param: Tensor) -> Tensor:
             f"{getattr(grad, 'placements', 'no placements')}. Redistribute the gradient before step()."
         )
     return wait_async(local(grad)).contiguous()
+
+
+def _lies_as(grad: DTensor, param: DTensor) -> bool:
+    """Whether two tensors of a shape lie alike; by identity of their records first, as most do."""
+    of_grad, of_param = spec_of(grad), spec_of(param)
+    if of_grad is of_param or of_grad.placements is of_param.placements:
+        return True
+    return same_placements(of_grad.placements, of_param.placements)
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
