@@ -1,5 +1,8 @@
-"""Optimizers that never cut a matrix: exact at any world size and layout, moving what a boundary cuts."""
+"""Optimizers that never cut a matrix or a block: exact at any world size and layout, moving what a boundary
+cuts.
+"""
 
+from shardkit.optim.adamw8bit import AdamW8bit
 from shardkit.optim.convert import from_sum_form, from_torch_muon
 from shardkit.optim.optimizers import AdamW, Muon
 from shardkit.optim.qk_clip import Projection, qk_clip_
@@ -8,6 +11,7 @@ from shardkit.optim.wish import block_for, muon_plan, ragged_layouts
 
 __all__ = [
     "AdamW",
+    "AdamW8bit",
     "Muon",
     "Projection",
     "block_for",
