@@ -268,19 +268,15 @@ def _matrices(param: Tensor, held: Held, state: State) -> State:
     found = {"param": param, "grad": param.grad, **{k: v for k, v in state.items() if k != "step"}}
     if held.rows.first_place is not None:
         found["first_place"] = held.rows.first_place
-    count = held.rows.num_rows
-    return {
-        name: local_part_of(value).reshape(count, -1) if count else local_part_of(value)
-        for name, value in found.items()
-    } | _untiled(held, state)
-
-
-def _untiled(held: Held, state: State) -> State:
-    """The scales of tiles have rows of their own, all of which a batch reads."""
-    if not held.tiled:
-        return {}
-    scales = [f"{moment}_scales" for moment in MOMENTS]
-    return {name: local_part_of(state[name]).flatten(0, -2) for name in scales}
+    num_rows = held.rows.num_rows
+    matrices = {}
+    for name, value in found.items():
+        local = local_part_of(value)
+        if held.tiled and name.endswith("_scales"):
+            matrices[name] = local.flatten(0, -2)  # a row a tile
+        else:
+            matrices[name] = local.reshape(num_rows, -1) if num_rows else local
+    return matrices
 
 
 def _joined(views: Sequence[Tensor]) -> Tensor:
