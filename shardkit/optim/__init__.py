@@ -7,6 +7,7 @@ from shardkit.optim.convert import from_sum_form, from_torch_muon
 from shardkit.optim.optimizers import AdamW, Muon
 from shardkit.optim.qk_clip import Projection, qk_clip_
 from shardkit.optim.routing import route_params, split_params
+from shardkit.optim.torchao_state import convert_torchao_state
 from shardkit.optim.wish import block_for, muon_plan, ragged_layouts
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Muon",
     "Projection",
     "block_for",
+    "convert_torchao_state",
     "from_sum_form",
     "from_torch_muon",
     "muon_plan",

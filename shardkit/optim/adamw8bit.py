@@ -132,6 +132,10 @@ class AdamW8bit(torch.optim.Optimizer):
         for param in group["params"]:
             self.state[param] = _new_state(param, held[param], group)
 
+    def held(self) -> list[Held]:
+        """How each parameter is read and stored, in the order of the groups."""
+        return list(self._held.values())
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         groups = enumerate(self.param_groups)
