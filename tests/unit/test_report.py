@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,15 +16,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardkit import Blocks, MixedPrecisionPolicy, fully_shard, model_plan, predicted_peak_bytes
 from shardkit.report import format_bytes
 from tests.support.models import LoRALinear, Transformer
+from tests.support.ranks import run_ranks
 
 MIXED = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+@contextmanager
+def fake_mesh() -> Iterator[DeviceMesh]:
+    """2 replicas of 4 shards, none of which exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
     yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_mesh() as mesh:
+        yield mesh
 
 
 def sharded(mesh: DeviceMesh) -> Transformer:
@@ -85,13 +94,18 @@ def test_frozen_parameters_are_gathered_and_not_reduced(mesh: DeviceMesh) -> Non
     assert model_plan(model).units[0].buckets[0].reduce_bytes == 0
 
 
-def test_the_plan_is_the_same_on_meta_and_after_training(mesh: DeviceMesh) -> None:
-    with torch.device("meta"):
-        on_meta = str(model_plan(sharded(mesh)))
-    model = sharded(mesh)
-    before = model_plan(model)
-    model(torch.tensor([[1, 2]])).sum().backward()
-    assert on_meta == str(before) == str(model_plan(model))
+def test_the_plan_is_the_same_on_meta_and_after_training() -> None:
+    def fn(rank: int, world_size: int) -> None:  # a backward in this process would break forks after it
+        dist.destroy_process_group()
+        with fake_mesh() as mesh:
+            with torch.device("meta"):
+                on_meta = str(model_plan(sharded(mesh)))
+            model = sharded(mesh)
+            before = model_plan(model)
+            model(torch.tensor([[1, 2]])).sum().backward()
+            assert on_meta == str(before) == str(model_plan(model))
+
+    run_ranks(fn, 1)
 
 
 def test_a_part_of_a_model_has_its_own_units(mesh: DeviceMesh) -> None:

@@ -180,20 +180,26 @@ def test_oracle_is_torch_fsdp2_nearly_on_three_ranks() -> None:
 
 
 def test_oracle_counts_a_rank_that_does_not_use_a_param_as_zero() -> None:
-    case = CASES["branch_by_rank"]
-    model = case.build()
-    grads = oracle_grads(model, case.loss, 3)
-    case.loss(model, 1).backward()
-    assert isinstance(model.odd.weight, nn.Parameter) and model.odd.weight.grad is not None
-    assert torch.equal(grads["odd.weight"], model.odd.weight.grad / 3)
-    assert "never.weight" not in grads
+    def fn(rank: int, world_size: int) -> None:
+        case = CASES["branch_by_rank"]
+        model = case.build()
+        grads = oracle_grads(model, case.loss, 3)
+        case.loss(model, 1).backward()
+        assert isinstance(model.odd.weight, nn.Parameter) and model.odd.weight.grad is not None
+        assert torch.equal(grads["odd.weight"], model.odd.weight.grad / 3)
+        assert "never.weight" not in grads
+
+    run_ranks(fn, 1)
 
 
 def test_oracle_leaves_the_model_as_it_was() -> None:
-    case = CASES["mlp"]
-    model = case.build()
-    oracle_grads(model, case.loss, 2, param_dtype=torch.bfloat16)
-    assert all(param.dtype == torch.float32 and param.grad is None for param in model.parameters())
+    def fn(rank: int, world_size: int) -> None:
+        case = CASES["mlp"]
+        model = case.build()
+        oracle_grads(model, case.loss, 2, param_dtype=torch.bfloat16)
+        assert all(param.dtype == torch.float32 and param.grad is None for param in model.parameters())
+
+    run_ranks(fn, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
