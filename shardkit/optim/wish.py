@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from shardkit.boxes import Layout
 from shardkit.optim.muon import MuonAlgorithm
@@ -17,7 +17,7 @@ from shardkit.optim.planning import Placing, StepPlan, plan_step
 from shardkit.placement import Blocks, RaggedShard, block_numel
 from shardkit.plan import TensorSpec, plan_bucket
 
-AlgorithmName = Literal["muon", "adamw", "shampoo", "soap", "adamw8bit"]
+AlgorithmName = Literal["muon", "adamw", "adamw8bit"]
 
 
 def block_for(
@@ -25,7 +25,6 @@ def block_for(
     algorithm: AlgorithmName,
     *,
     heads: int | None = None,
-    block: int = 1024,
 ) -> Blocks:
     """The wish that spares `algorithm` its exchange for a parameter of `shape`.
 
@@ -34,9 +33,8 @@ def block_for(
     Args:
         shape: of the parameter.
         algorithm: "muon" wants whole matrices, or the rows of one head where `heads` says how many there
-            are; "shampoo" and "soap" bands of `block` rows; "adamw8bit" whole rows; "adamw" nothing.
+            are; "adamw8bit" whole rows; "adamw" nothing.
         heads: as in Muon's groups.
-        block: as in Shampoo's.
 
     Returns:
         A preferred wish: the planner takes less where it would pad too much.
@@ -44,15 +42,13 @@ def block_for(
     Raises:
         ValueError: an unknown algorithm, or heads that do not divide the rows.
     """
-    if algorithm not in ("muon", "adamw", "shampoo", "soap", "adamw8bit"):
-        raise ValueError(f"block_for: algorithm {algorithm!r} is unknown. Pass 'muon', 'shampoo', ...")
+    if algorithm not in get_args(AlgorithmName):
+        raise ValueError(f"block_for: expected one of {get_args(AlgorithmName)}, got {algorithm!r}.")
     if len(shape) < 2 or algorithm == "adamw":
         return Blocks.elements()
     num_rows = shape[1] if len(shape) == 3 else shape[0]
     if algorithm == "adamw8bit":
         return Blocks(1, required=False)
-    if algorithm in ("shampoo", "soap"):
-        return Blocks(max(1, min(block, num_rows)), required=False)
     if heads is not None:
         if heads < 1 or num_rows % heads:
             raise ValueError(f"block_for: heads={heads} do not divide {num_rows} rows of {tuple(shape)}.")

@@ -188,7 +188,6 @@ def test_wishes() -> None:
     assert block_for((8, 6), "muon") == Blocks(8, required=False)
     assert block_for((3, 8, 6), "muon") == Blocks(8, required=False)
     assert block_for((8, 6), "muon", heads=4) == Blocks(2, required=False)
-    assert block_for((4096, 6), "shampoo", block=256) == Blocks(256, required=False)
     assert block_for((8, 6), "adamw8bit") == Blocks(1, required=False)
     assert block_for((8, 6), "adamw") == block_for((8,), "muon") == Blocks.elements()
     with pytest.raises(ValueError, match="heads=3 do not divide 8 rows"):
