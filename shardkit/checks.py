@@ -23,7 +23,7 @@ from shardkit.extension import has_extension
 from shardkit.sharded_param import ShardedParam
 from shardkit.unit import Tree, Unit
 
-_checked: weakref.WeakKeyDictionary[Tree, list[object]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Tree, list[int]] = weakref.WeakKeyDictionary()
 _agreed: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
@@ -34,7 +34,7 @@ def check_all_managed(tree: Tree) -> None:
         ValueError: there is one, and it was not in `ignored_params`.
     """
     attributes = [names_and_children for unit in tree.units for names_and_children in unit.attributes]
-    seen: list[object] = [*map(len, attributes), *chain.from_iterable(attributes)]
+    seen = [*map(len, attributes), *map(id, chain.from_iterable(attributes))]
     if seen == _checked.get(tree):
         return
     params = [param for unit in tree.units for param in unit.params]
