@@ -125,10 +125,9 @@ def errors_on_all_ranks(
 def warm_up() -> None:
     """Do once in the parent what each forked rank would otherwise do for itself.
 
-    The first optimizer step imports torch._dynamo, about a second a rank. One thread: a pool does not survive
-    a fork, and ranks share the cores.
+    The first optimizer step imports torch._dynamo, about a second a rank. How many threads a rank has is set
+    in `tests/__init__.py`.
     """
-    torch.set_num_threads(1)
     param = torch.nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
     torch.optim.AdamW([param]).step()
