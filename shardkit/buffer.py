@@ -98,10 +98,10 @@ def _ask_for_huge_pages(storage: torch.UntypedStorage) -> None:
     Large host buffers come and go every step, and glibc maps those from 32 MiB on anew each time: faulting
     33 MB in by small pages takes 9 ms, by huge ones 3. A kernel that has none to give ignores the wish.
     """
-    if _MADV_HUGEPAGE is not None:
+    if _libc is not None:
         start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = storage.data_ptr() + storage.nbytes() - start
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
 
 
-_libc = ctypes.CDLL(None)
+_libc = None if _MADV_HUGEPAGE is None else ctypes.CDLL(None)

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from shardkit._torch import join_flat, split_flat
-from shardkit.boxes import Box
 from shardkit.optim.algorithm import Group, Target
-from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
 
 DEFAULTS: Mapping[str, object] = {
@@ -31,7 +29,7 @@ SMALL_NUMEL = 1 << 16  # what is copied to save calls; beyond it a call is cheap
 
 
 class AdamWAlgorithm:
-    """AdamW's answers to the optimizer; it has no pieces."""
+    """AdamW's answers to the optimizer; elementwise."""
 
     def __init__(self) -> None:
         self.defaults = DEFAULTS
@@ -51,10 +49,6 @@ class AdamWAlgorithm:
             "exp_avg": torch.zeros_like(param),
             "exp_avg_sq": torch.zeros_like(param),
         }
-
-    def pieces(self, at: Placed, group: Group) -> list[Piece]:
-        """None."""
-        return []
 
     def begin(self, targets: Sequence[Target]) -> None:
         """The whole step."""
@@ -76,20 +70,6 @@ class AdamWAlgorithm:
                 large = [target for target in of_step if target.param.numel() > SMALL_NUMEL]
                 _step_packed(small, group, step)
                 _step_lists(*_lists(large), group, step)
-
-    def read(self, target: Target, piece: Piece, field: int, box: Box) -> Tensor:
-        """Never asked."""
-        raise AssertionError("AdamW has no pieces")
-
-    def compute(
-        self, groups: Sequence[Group], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
-    ) -> list[list[Tensor]]:
-        """Never asked."""
-        raise AssertionError("AdamW has no pieces")
-
-    def write(self, target: Target, piece: Piece, field: int, box: Box, values: Tensor) -> None:
-        """Never asked."""
-        raise AssertionError("AdamW has no pieces")
 
 
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # params, grads, exp_avgs, exp_avg_sqs

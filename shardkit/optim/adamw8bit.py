@@ -27,11 +27,11 @@ from shardkit._torch import spec_of
 from shardkit.optim.batches import Piece, batches_of_rows
 from shardkit.optim.blockwise import BlockFormat, Format, Quantized
 from shardkit.optim.codes import Bits
+from shardkit.optim.placed import local
 from shardkit.optim.rounding import round_stochastically
 from shardkit.optim.rows import (
     Rows,
     elements_of,
-    local_part_of,
     num_cols,
     require_whole_blocks,
     rows_of,
@@ -275,11 +275,11 @@ def _matrices(param: Tensor, held: Held, state: State) -> State:
     num_rows = held.rows.num_rows
     matrices = {}
     for name, value in found.items():
-        local = local_part_of(value)
+        part = local(value)
         if held.tiled and name.endswith("_scales"):
-            matrices[name] = local.flatten(0, -2)  # a row a tile
+            matrices[name] = part.flatten(0, -2)  # a row a tile
         else:
-            matrices[name] = local.reshape(num_rows, -1) if num_rows else local
+            matrices[name] = part.reshape(num_rows, -1) if num_rows else part
     return matrices
 
 
@@ -399,9 +399,9 @@ def _check_settings(group: Group) -> None:
 def _check_param(name: str, param: Tensor) -> None:
     if not param.is_floating_point():
         raise TypeError(f"param {name!r}: expected real numbers, got {param.dtype}. Leave it out.")
-    if local_part_of(param).is_meta:
+    if local(param).is_meta:
         raise ValueError(f"param {name!r} is on meta. Materialise the model before making its optimizer.")
-    if not local_part_of(param).is_contiguous():
+    if not local(param).is_contiguous():
         raise ValueError(f"param {name!r} is not contiguous, so its rows are not. Make it contiguous.")
 
 

@@ -1,14 +1,14 @@
 """What the optimizer asks of an algorithm: its settings, its state, its pieces and its arithmetic.
 
-Muon and AdamW answer in `muon.py` and `adamw.py`. An elementwise algorithm has no pieces and does all in
-`begin`; one that needs whole matrices or blocks names them as pieces, which the engine brings together.
+Muon and AdamW answer in `muon.py` and `adamw.py`. An elementwise algorithm does all in `begin`; a
+`PieceAlgorithm` needs whole matrices or blocks, and names them as pieces, which the engine brings together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -41,15 +41,20 @@ class Algorithm(Protocol):
     def init_state(self, at: Placed, param: Tensor, group: Group) -> dict[str, Tensor]:
         """The state of one parameter, laid out as it is."""
 
+    def begin(self, targets: Sequence[Target]) -> None:
+        """The elementwise part of a step, before any piece is read."""
+
+
+@runtime_checkable
+class PieceAlgorithm(Algorithm, Protocol):
+    """One that works on whole pieces."""
+
     def pieces(self, at: Placed, group: Group) -> Sequence[Piece]:
-        """What must come together of one parameter; nothing for an elementwise algorithm.
+        """What must come together of one parameter.
 
         Raises:
             ValueError: the parameter is none that this algorithm can step.
         """
-
-    def begin(self, targets: Sequence[Target]) -> None:
-        """The elementwise part of a step, before any piece is read."""
 
     def read(self, target: Target, piece: Piece, field: int, box: Box) -> Tensor:
         """The values of a field of a piece in a box of this rank's local tensor."""

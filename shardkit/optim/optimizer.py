@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardkit.optim.algorithm import Algorithm, Group, Target
+from shardkit.optim.algorithm import Algorithm, Group, PieceAlgorithm, Target
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.teams import Member, OptimizerPlan, Team, make_teams
@@ -125,7 +125,9 @@ class ShardedOptimizer(Optimizer):
         names = group.get("param_names") or [str(first + i) for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
             at = placed(name, param)
-            self._members[param] = Member(at, group, algorithm, tuple(algorithm.pieces(at, group)))
+            worker = algorithm if isinstance(algorithm, PieceAlgorithm) else None
+            pieces = () if worker is None else tuple(worker.pieces(at, group))
+            self._members[param] = Member(at, group, worker, pieces)
             self.state[param] = algorithm.init_state(at, param, group)
 
     def _made_teams(self) -> tuple[Team, ...]:

@@ -53,14 +53,19 @@ class Placed:
 
     def zeros(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of zeros on the same ranks, laid out by `layout`."""
-        local = torch.zeros(local_shape(layout, self.me), dtype=dtype, device=device)
-        if self.mesh is None:
-            return local
-        shape = torch.Size(layout.shape)
-        if any(isinstance(placement, RaggedShard) for placement in layout.placements):
-            return RaggedTensor.from_local(local, self.mesh, layout.placements, shape=shape)
-        stride = contiguous_stride(shape)
-        return DTensor.from_local(local, self.mesh, layout.placements, shape=shape, stride=stride)
+        return zeros_on(self.mesh, self.me, layout, dtype, device)
+
+
+def zeros_on(
+    mesh: DeviceMesh | None, me: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor of zeros laid out by `layout` on `mesh`, where this rank is at `me`; plain without a mesh."""
+    local = torch.zeros(local_shape(layout, me), dtype=dtype, device=device)
+    if mesh is None:
+        return local
+    is_ragged = any(isinstance(placement, RaggedShard) for placement in layout.placements)
+    shape, kind = torch.Size(layout.shape), RaggedTensor if is_ragged else DTensor
+    return kind.from_local(local, mesh, layout.placements, shape=shape, stride=contiguous_stride(shape))
 
 
 def placed(name: str, param: Tensor) -> Placed:
@@ -93,7 +98,7 @@ def placed(name: str, param: Tensor) -> Placed:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory."""
+    """This rank's part, sharing memory, without history."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardkit._torch import local_of, strided_shard
+from shardkit._torch import strided_shard
 from shardkit.boxes import Layout, local_boxes, local_shape
+from shardkit.optim.placed import local, zeros_on
 from shardkit.placement import RaggedShard, contiguous_stride
-from shardkit.ragged import RaggedTensor
 from shardkit.specs import coordinate_of
 
 
@@ -65,30 +65,30 @@ def rows_of(param: Tensor, tile_rows: int) -> Rows:
         param: a parameter that `require_whole_blocks` accepts.
         tile_rows: rows that share a scale.
     """
-    shape, local = tuple(param.shape), local_part_of(param)
+    shape, part = tuple(param.shape), local(param)
     count, layout = row_dims(shape), layout_of_param(param)
     uncut = tuple(Replicate() if cuts(p, len(shape) - 1, shape) else p for p in layout.placements)
     by_row = Layout((*shape[:count], 1), layout.mesh_shape, uncut)
     numbers = places(by_row, _coordinate(param)).view(-1)
     boxes = local_boxes(layout, _coordinate(param))
     first_col = boxes[0].offset[-1] if boxes and len(shape) < 4 else 0
-    local_cols = num_cols(shape) if len(shape) > 3 else local.shape[-1]
+    local_cols = num_cols(shape) if len(shape) > 3 else part.shape[-1]
     scale_of_row = None
     if tile_rows > 1:
         matrix_rows = shape[count - 1]
         tiles = (
             numbers // matrix_rows * math.ceil(matrix_rows / tile_rows) + numbers % matrix_rows // tile_rows
         )
-        scale_of_row = torch.unique_consecutive(tiles, return_inverse=True)[1].to(local.device)
-    first_place = (numbers * num_cols(shape) + first_col).to(local.device)
+        scale_of_row = torch.unique_consecutive(tiles, return_inverse=True)[1].to(part.device)
+    first_place = (numbers * num_cols(shape) + first_col).to(part.device)
     return Rows(len(numbers), local_cols, first_place, scale_of_row)
 
 
 def elements_of(param: Tensor) -> Rows:
     """The local elements, each as a row of its own: for parameters that are not stored in blocks."""
-    local = local_part_of(param)
-    first_place = places(layout_of_param(param), _coordinate(param)).view(-1).to(local.device)
-    return Rows(local.numel(), 1, first_place, None)
+    part = local(param)
+    first_place = places(layout_of_param(param), _coordinate(param)).view(-1).to(part.device)
+    return Rows(part.numel(), 1, first_place, None)
 
 
 def places(layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
@@ -108,15 +108,11 @@ def zeros_in_rows(param: Tensor, cols: int, *, tile_rows: int, dtype: torch.dtyp
     shape, count = tuple(param.shape), row_dims(param.shape)
     num_tiles = math.ceil(shape[count - 1] / tile_rows)
     state_shape = (*shape[: count - 1], num_tiles, cols)
-    local = local_part_of(param)
-    if not isinstance(param, DTensor):
-        return torch.zeros(state_shape, dtype=dtype, device=local.device)
-    placements = tuple(_of_tiles(placement, shape, tile_rows) for placement in param.placements)
-    layout = Layout(state_shape, tuple(param.device_mesh.shape), placements)
-    zeros = torch.zeros(local_shape(layout, _coordinate(param)), dtype=dtype, device=local.device)
-    kind = RaggedTensor if isinstance(param, RaggedTensor) else DTensor
-    stride = contiguous_stride(state_shape)
-    return kind.from_local(zeros, param.device_mesh, placements, shape=torch.Size(state_shape), stride=stride)
+    of_param = layout_of_param(param)
+    placements = tuple(_of_tiles(placement, shape, tile_rows) for placement in of_param.placements)
+    layout = Layout(state_shape, of_param.mesh_shape, placements)
+    mesh = param.device_mesh if isinstance(param, DTensor) else None
+    return zeros_on(mesh, _coordinate(param), layout, dtype, local(param).device)
 
 
 def require_whole_blocks(name: str, param: Tensor, *, block: int, tile_rows: int) -> None:
@@ -168,11 +164,6 @@ def layout_of_param(param: Tensor) -> Layout:
     if isinstance(param, DTensor):
         return Layout(tuple(param.shape), tuple(param.device_mesh.shape), param.placements)
     return Layout(tuple(param.shape), (), ())
-
-
-def local_part_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory, without history."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _coordinate(param: Tensor) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from shardkit._torch import backend_name
 from shardkit.agreement import check_agreement
 from shardkit.boxes import Box
 from shardkit.collectives import has_peers
-from shardkit.optim.algorithm import Algorithm, Group, Target
+from shardkit.optim.algorithm import Group, PieceAlgorithm, Target
 from shardkit.optim.engine import Engine, Ranks, route_of
 from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
@@ -26,11 +26,11 @@ from shardkit.optim.planning import Placing, StepPlan, plan_step
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter that an optimizer steps: where it lies, its group and its algorithm."""
+    """A parameter that an optimizer steps: where it lies, its group, and who works on its pieces."""
 
     at: Placed
     group: Group
-    algorithm: Algorithm
+    worker: PieceAlgorithm | None  # None where it is stepped element by element
     pieces: tuple[Piece, ...]
 
 
@@ -58,9 +58,14 @@ class Team:
 
     def __init__(self, members: Sequence[Member], placing: Placing) -> None:
         self.members = tuple(members)
-        self.places = [(member, piece) for member in members for piece in member.pieces]
+        self.places: list[tuple[PieceAlgorithm, Member, Piece]] = [
+            (member.worker, member, piece)
+            for member in members
+            if member.worker is not None
+            for piece in member.pieces
+        ]
         self.ranks = members[0].at.ranks
-        pieces = [piece for _, piece in self.places]
+        pieces = [piece for _, _, piece in self.places]
         self.plan = plan_step(pieces, len(self.ranks), [placing] * len(pieces))
         self._engine: Engine | None = None
 
@@ -84,7 +89,7 @@ class Team:
     def run(self, targets: Mapping[str, Target]) -> None:
         """Step all pieces of `targets`, by parameter. Collective over the team: all ranks must call."""
         assert self._engine is not None
-        active = [place for place, (m, _) in enumerate(self.places) if m.at.name in targets]
+        active = [place for place, (_, m, _) in enumerate(self.places) if m.at.name in targets]
         self._engine.run(_TeamWork(self.places, targets), active)
 
     def _made_engine(self, bucket_bytes: int) -> Engine:
@@ -118,28 +123,27 @@ def make_teams(members: Sequence[Member], placing: Placing) -> tuple[Team, ...]:
 class _TeamWork:
     """Sends each piece to its parameter's algorithm."""
 
-    places: Sequence[tuple[Member, Piece]]
+    places: Sequence[tuple[PieceAlgorithm, Member, Piece]]
     targets: Mapping[str, Target]
 
     def read(self, place: int, field: int, box: Box) -> Tensor:
-        member, piece = self.places[place]
-        return member.algorithm.read(self.targets[member.at.name], piece, field, box)
+        worker, member, piece = self.places[place]
+        return worker.read(self.targets[member.at.name], piece, field, box)
 
     def compute(self, places: Sequence[int], fields: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        by_algorithm: dict[int, list[int]] = {}
+        by_worker: dict[PieceAlgorithm, list[int]] = {}
         for i, place in enumerate(places):
-            by_algorithm.setdefault(id(self.places[place][0].algorithm), []).append(i)
+            by_worker.setdefault(self.places[place][0], []).append(i)
         results: dict[int, list[Tensor]] = {}
-        for chosen in by_algorithm.values():
-            members = [self.places[places[i]][0] for i in chosen]
-            done = members[0].algorithm.compute(
-                [member.group for member in members],
-                [self.places[places[i]][1] for i in chosen],
+        for worker, chosen in by_worker.items():
+            done = worker.compute(
+                [self.places[places[i]][1].group for i in chosen],
+                [self.places[places[i]][2] for i in chosen],
                 [fields[i] for i in chosen],
             )
             results.update(zip(chosen, done, strict=True))
         return [results[i] for i in range(len(places))]
 
     def write(self, place: int, field: int, box: Box, values: Tensor) -> None:
-        member, piece = self.places[place]
-        member.algorithm.write(self.targets[member.at.name], piece, field, box, values)
+        worker, member, piece = self.places[place]
+        worker.write(self.targets[member.at.name], piece, field, box, values)
