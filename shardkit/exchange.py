@@ -113,7 +113,10 @@ def transfer(local: torch.Tensor, source: Layout, target: Layout, mesh: DeviceMe
     me = coordinate_of(mesh)
     partial_axes = _partial_axes(source)
     reduces = any(not _stays_on(source, target, axis) for axis in partial_axes)
-    exchange = plan_exchange(with_all_units(source, mesh), with_all_units(target, mesh), me)
+    whole_source, whole_target = with_all_units(source, mesh), with_all_units(target, mesh)
+    if whole_source == whole_target:
+        return Transfer([], lambda: local)
+    exchange = plan_exchange(whole_source, whole_target, me)
     local, new_local = local.contiguous(), local.new_empty(local_shape(target, me))
     if reduces:
         new_local.zero_()
@@ -169,6 +172,9 @@ def with_all_units(layout: Layout, mesh: DeviceMesh) -> Layout:
 
     Each coordinate plans its own parts, so they differ where TP divides this or another parameter of the
     bucket unevenly. Collective over the axes beside the ragged one where one of them cuts the tensor.
+
+    Raises:
+        ValueError: on all ranks, if some coordinates cut along other dims than others.
     """
     axis = layout.ragged_axis
     if axis is None:
@@ -178,12 +184,18 @@ def with_all_units(layout: Layout, mesh: DeviceMesh) -> Layout:
     if not any(isinstance(placement, Shard) for placement in layout.placements):
         return layout
     me = coordinate_of(mesh)
-    units = {me[:axis] + me[axis + 1 :]: ragged.local_units}
+    cuts = {me[:axis] + me[axis + 1 :]: (ragged.dims, ragged.local_units)}
     for other in range(mesh.ndim):
         if other != axis:
-            gathered: list[dict[Coordinate, tuple[int, ...]]] = [{} for _ in range(mesh.size(other))]
-            dist.all_gather_object(gathered, units, group=mesh.get_group(other))
-            units = {place: held for part in gathered for place, held in part.items()}
+            gathered = [cuts] * mesh.size(other)
+            dist.all_gather_object(gathered, cuts, group=mesh.get_group(other))
+            cuts = {place: held for part in gathered for place, held in part.items()}
+    if len({dims for dims, _ in cuts.values()}) > 1:
+        raise ValueError(
+            f"a tensor of shape {layout.shape} is cut along other dims on some ranks of a mesh axis that "
+            f"shards it too: {cuts}, by coordinate. Give its RaggedShard the same dims on all of them."
+        )
+    units = {place: held for place, (_, held) in cuts.items()}
     return replace(layout, other_units=tuple(sorted(units.items())))
 
 

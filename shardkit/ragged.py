@@ -105,8 +105,7 @@ class RaggedTensor(DTensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, sharing memory; differentiable, with the gradient expected in the same layout."""
         if torch.is_grad_enabled() and self.requires_grad:
-            spec = spec_of(self)
-            given = spec if grad_placements is None else _with_placements(spec, grad_placements)
+            given = None if grad_placements is None else _with_placements(spec_of(self), grad_placements)
             return _ToLocal.apply(self, given)  # type: ignore[no-any-return,no-untyped-call]
         return local_of(self)
 
@@ -330,8 +329,9 @@ def _require_own_dispatch(mesh: DeviceMesh) -> None:
 
 def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Transfer:
     """Start the transfer; a tensor that already lies right is its own result."""
-    if same_placements(source.placements, target.placements):
-        return Transfer([], lambda: local)
+    beside = any(isinstance(placement, Shard) for placement in source.placements)
+    if same_placements(source.placements, target.placements) and not (_is_ragged(source) and beside):
+        return Transfer([], lambda: local)  # else only here, maybe: other ranks of a Shard have other units
     if _torch.is_traced(local):
         raise NotImplementedError(
             f"redistribute from {source.placements} to {target.placements} inside torch.compile: messages "
@@ -392,12 +392,14 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: RaggedTensor, grad_spec: DTensorSpec) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, tensor: RaggedTensor, grad_spec: DTensorSpec | None) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.spec, ctx.grad_spec = spec_of(tensor), grad_spec
         return local_of(tensor).view_as(local_of(tensor))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[no-untyped-def]
+        if ctx.grad_spec is None:
+            return _wrap(grad.contiguous(), ctx.spec), None
         return redistribute(_wrap(grad.contiguous(), ctx.grad_spec), ctx.spec.placements), None
 
 

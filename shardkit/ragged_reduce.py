@@ -1,6 +1,6 @@
 """Sums, norms, extremes and comparisons of a RaggedTensor, exact at every layout.
 
-Level 6 of the data flow; registers its rules in `ragged_ops.py`. A reduction over dims behind the cut ones
+Level 6 of the data flow; registers its rules in `ragged_ops.py`. A reduction over dims that no axis cuts
 stays on the rank and its result is ragged like its input. Any other one reduces what the rank holds, puts the
 result where it belongs in a tensor filled with the operation's identity, and all-reduces over the ragged
 axis; its result is a stock DTensor. With (5, 3) cut inside rows after 4 elements, the sum along dim 1 on the
@@ -85,7 +85,8 @@ def reduce(cls: type[DTensor], tensor: DTensor, fold: Fold, dims: Sequence[int],
     local, shape = local_of(tensor), sharded_shape(layout_of(spec), coordinate)
     identity = fold.identity(local.dtype)
     axes = [a for a, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in dims]
-    stays_ragged = bool(prefix and dims and dims[0] >= prefix)
+    # ranks that cut a reduced dim may hold other units each, so what they reduce is no part of one layout
+    stays_ragged = bool(prefix and dims and dims[0] >= prefix and not axes)
     if stays_ragged:
         reduced = _local_fold(fold, local, [dim - prefix + 1 for dim in dims], keepdim, identity)
     else:

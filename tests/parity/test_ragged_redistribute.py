@@ -152,7 +152,8 @@ def _uneven_tp(rank: int, world_size: int) -> None:
     first = mesh.get_coordinate()[1] == 0
     a = (RaggedShard((0,), (1, 2) if first else (2, 0)), Shard(0))
     b = (RaggedShard((0, 1), (5, 7) if first else (1, 7)), Shard(0))
-    for source, target in product((a, b, (Replicate(), Replicate()), (Shard(1), Shard(0))), repeat=2):
+    c = (RaggedShard((0,), (1, 2) if first else (1, 1)), Shard(0))  # as a on the first coordinate only
+    for source, target in product((a, b, c, (Replicate(), Replicate()), (Shard(1), Shard(0))), repeat=2):
         if _is_ragged(source, target):
             moved = redistribute(distribute_tensor(whole, mesh, source), target)
             assert torch.equal(moved.full_tensor(), whole), f"{source} -> {target}"
@@ -160,6 +161,24 @@ def _uneven_tp(rank: int, world_size: int) -> None:
 
 def test_tensor_parallelism_that_divides_unevenly_keeps_units_of_its_own_on_each_coordinate():
     run_ranks(_uneven_tp, 4)
+
+
+def _other_dims(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    first = mesh.get_coordinate()[1] == 0
+    placement = RaggedShard((0,), (1, 1)) if first else RaggedShard((0, 1), (3, 1))
+    tensor = RaggedTensor.from_local(
+        torch.zeros(1, 2, 3) if first else torch.zeros(3 - 2 * mesh.get_coordinate()[0], 3),
+        mesh,
+        [placement, Shard(1)],
+        shape=(2, 4, 3),
+    )
+    with pytest.raises(ValueError, match="the same dims on all of them"):
+        tensor.full_tensor()
+
+
+def test_a_tensor_cut_along_other_dims_on_some_tp_ranks_is_refused_on_all():
+    run_ranks(_other_dims, 4)
 
 
 def _gradients(rank: int, world_size: int) -> None:
