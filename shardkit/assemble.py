@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from shardkit._torch import spec_of
+from shardkit.boxes import local_shape
 from shardkit.bucket import Bucket
 from shardkit.collectives import new_route
 from shardkit.extension import has_extension
@@ -37,6 +41,7 @@ from shardkit.plan import BucketPlan, TensorSpec, plan_buckets
 from shardkit.precision import compute_dtype, reduce_dtype
 from shardkit.sharded_param import ShardedParam
 from shardkit.sharding import sharding_of
+from shardkit.specs import layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +70,10 @@ def shard_params(specs: Sequence[ParamSpec]) -> list[ShardedParam]:
     Raises:
         PaddingError: required blocks waste more than the planner's budget.
     """
-    plans = _plan_ragged([spec for spec in specs if isinstance(spec.wish, Blocks)])
+    placed = _plan_ragged([spec for spec in specs if isinstance(spec.wish, Blocks)])
     params = []
     for spec in specs:
-        plan = plans.get(spec.name)
-        placement = spec.wish if plan is None else _placement_in(plan, spec)
+        plan, placement = placed.get(spec.name) or (None, spec.wish)
         assert isinstance(placement, (Shard, RaggedShard))
         params.append(ShardedParam(spec, sharding_of(spec, placement), _cut(spec, placement, plan), plan))
     return params
@@ -114,8 +118,8 @@ def check_devices(name: str, params: Sequence[ShardedParam], policy: UnitPolicy)
         )
 
 
-def _plan_ragged(specs: Sequence[ParamSpec]) -> dict[str, BucketPlan]:
-    """The plan of every ragged parameter, by name; frozen ones travel apart, as they are never reduced."""
+def _plan_ragged(specs: Sequence[ParamSpec]) -> dict[str, tuple[BucketPlan, RaggedShard]]:
+    """Where every ragged parameter lies, by name; frozen ones travel apart, as they are never reduced."""
     groups: dict[object, list[ParamSpec]] = {}
     for spec in specs:
         key = (
@@ -125,17 +129,73 @@ def _plan_ragged(specs: Sequence[ParamSpec]) -> dict[str, BucketPlan]:
             spec.param.dtype,
         )
         groups.setdefault(key, []).append(spec)
-    plans = {}
+    placed = {}
     for group in groups.values():
-        tensors = [_tensor_spec(spec) for spec in group]
-        for plan in plan_buckets(tensors, group[0].axes.shard_size, unit_numel=ALIGN, align_numel=ALIGN):
-            plans.update(dict.fromkeys(plan.starts, plan))
-    return plans
+        placed.update(_plan_group(group))
+    return placed
 
 
-def _tensor_spec(spec: ParamSpec) -> TensorSpec:
+def _plan_group(specs: Sequence[ParamSpec]) -> dict[str, tuple[BucketPlan, RaggedShard]]:
+    """The plan and the placement of parameters that may share a bucket.
+
+    Where tensor parallelism divides unevenly, its ranks plan tensors of other shapes and get other cuts. Each
+    plans for all of them: so all cut along the same dims, as one tensor has to be, refuse blocks that do not
+    fit on any of them, and make one bucket each, in which TP's own collectives come in one order.
+    """
+    own = tuple([tuple(spec.local.shape) for spec in specs])
+    everywhere = _shapes_on_all_ranks(specs)
+    max_buckets = 2 if len(everywhere) == 1 else 1
+    plans: dict[str, BucketPlan] = {}
+    num_dims = dict.fromkeys([spec.name for spec in specs], 0)
+    for shapes in everywhere:
+        for plan in plan_buckets(
+            [_tensor_spec(spec, shape) for spec, shape in zip(specs, shapes, strict=True)],
+            specs[0].axes.shard_size,
+            unit_numel=ALIGN,
+            align_numel=ALIGN,
+            max_buckets=max_buckets,
+        ):
+            for spec, shape in zip(specs, shapes, strict=True):
+                if spec.name in plan.starts:
+                    num_dims[spec.name] = len(_placement_in(plan, spec.name, shape, num_dims[spec.name]).dims)
+            if shapes == own:
+                plans.update(dict.fromkeys(plan.starts, plan))
+    return {
+        spec.name: (plans[spec.name], _placement_in(plans[spec.name], spec.name, shape, num_dims[spec.name]))
+        for spec, shape in zip(specs, own, strict=True)
+    }
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _shapes_on_all_ranks(specs: Sequence[ParamSpec]) -> list[Shapes]:
+    """The different shapes that these parameters have on tensor-parallel ranks, in an order all ranks share.
+
+    Of parameters on several meshes every pair of coordinates counts, whether a rank has them or not.
+    """
+    by_mesh: dict[DeviceMesh | None, list[int]] = {}
+    for index, spec in enumerate(specs):
+        mesh = spec.param.device_mesh if isinstance(spec.param, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(index)
+    choices = []
+    for mesh, indices in by_mesh.items():
+        coordinates = [()] if mesh is None else product(*map(range, mesh.shape))
+        shapes = [[_shape_at(specs[index], coordinate) for index in indices] for coordinate in coordinates]
+        choices.append(dict.fromkeys(tuple(zip(indices, at, strict=True)) for at in shapes))
+    return [
+        tuple([shape for _, shape in sorted(chain.from_iterable(picked))]) for picked in product(*choices)
+    ]
+
+
+def _shape_at(spec: ParamSpec, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what data parallelism divides on the tensor-parallel rank at `coordinate`."""
+    param = spec.param
+    return local_shape(layout_of(spec_of(param)), coordinate) if isinstance(param, DTensor) else param.shape
+
+
+def _tensor_spec(spec: ParamSpec, shape: tuple[int, ...]) -> TensorSpec:
     assert isinstance(spec.wish, Blocks)
-    shape = tuple(spec.local.shape)
     block = block_numel(spec.wish, shape)
     return TensorSpec(
         name=spec.name,
@@ -147,9 +207,9 @@ def _tensor_spec(spec: ParamSpec) -> TensorSpec:
     )
 
 
-def _placement_in(plan: BucketPlan, spec: ParamSpec) -> RaggedShard:
-    numels = [plan.local_range(spec.name, rank).numel for rank in range(plan.num_ranks)]
-    return RaggedShard.from_numels(tuple(spec.local.shape), numels, plan.blocks[spec.name])
+def _placement_in(plan: BucketPlan, name: str, shape: tuple[int, ...], min_dims: int) -> RaggedShard:
+    numels = [plan.local_range(name, rank).numel for rank in range(plan.num_ranks)]
+    return RaggedShard.from_numels(shape, numels, plan.blocks[name], min_dims=min_dims)
 
 
 def _cut(spec: ParamSpec, placement: Shard | RaggedShard, plan: BucketPlan | None) -> Tensor:

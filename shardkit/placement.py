@@ -138,17 +138,17 @@ class RaggedShard(Placement):
 
     @classmethod
     def from_numels(
-        cls, shape: Sequence[int], local_numels: Sequence[int], block_numel: int = 1
+        cls, shape: Sequence[int], local_numels: Sequence[int], block_numel: int = 1, *, min_dims: int = 0
     ) -> RaggedShard:
         """The placement that gives each rank the next `local_numels[rank]` elements of a tensor of `shape`.
 
-        The prefix is the shortest whose units divide the block and every count: whole rows where the block is
-        whole rows.
+        The prefix is the shortest of `min_dims` or more whose units divide the block and every count: whole
+        rows where the block is whole rows.
 
             shape (4, 5, 3), numels (6, 9, 45), block 3  ->  RaggedShard((0, 1), (2, 3, 15), block=1)
         """
         cuts = (*local_numels, block_numel)
-        for num_dims in range(0 if not shape else 1, len(shape) + 1):
+        for num_dims in range(max(min_dims, min(1, len(shape))), len(shape) + 1):
             unit_numel = max(1, math.prod(shape[num_dims:]))
             if all(numel % unit_numel == 0 for numel in cuts):
                 break

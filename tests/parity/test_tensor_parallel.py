@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,11 +27,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardkit import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardkit import Blocks, DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from shardkit.checkpoint import set_model_state_dict
+from shardkit.errors import PaddingError
+from tests.parity.ragged_layouts import values
 from tests.support.models import normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import errors_on_all_ranks, run_ranks
 
 both_layouts = pytest.mark.usefixtures("both_layouts")
 
@@ -229,6 +232,76 @@ def test_a_checkpoint_continues_on_a_flat_mesh_with_its_optimizer_state(tmp_path
         assert_params_close(model, reference)
 
     run_ranks(check, 4)
+
+
+# ---------------------------------------------------------------- stacks, ragged
+
+# the wish, and the dim that two tp ranks divide, of a stack of experts (E, out, in)
+STACKS = {
+    "two of three rows": ((4, 5, 3), 1, Blocks(2)),  # (4, 3, 3) is cut between rows, (4, 2, 3) is not
+    "two of three rows, on all ranks": ((8, 5, 8), 1, Blocks(2)),
+    "elements of one": ((4, 3, 1), 1, Blocks.elements()),
+    "rows over columns": ((6, 4, 5), 2, Blocks(3)),
+    "experts": ((5, 3, 8), 0, Blocks(2)),
+    "one expert": ((1, 3, 8), 0, Blocks(2)),
+}
+
+
+class Experts(nn.Module):
+    """A stack of matrices; with a vector, which starts elsewhere where the stack is shorter."""
+
+    def __init__(self, shape: tuple[int, ...], mesh: DeviceMesh | None = None, dim: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(shape, 1, torch.float32))
+        self.bias = nn.Parameter(values((24,), 2, torch.float32))
+        if mesh is not None:
+            self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(dim)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return full(self.weight).square().sum() * x + self.bias.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*no hooks.*")
+@pytest.mark.parametrize(("shape", "dim", "wish"), STACKS.values(), ids=STACKS)
+def test_stacks_that_tp_divides_unevenly_are_cut_along_the_same_dims(
+    shape: tuple[int, ...], dim: int, wish: Blocks, tmp_path: Path
+) -> None:
+    def check(rank: int, world_size: int) -> None:
+        mesh, reference = square(), Experts(shape)
+        model = Experts(shape, mesh["tp"], dim)
+        fully_shard(model, mesh["shard"], shard_placement_fn=lambda param: wish)
+        weight, expected = model.weight, reference.weight.detach()
+        everywhere: list[object] = [None] * world_size
+        dist.all_gather_object(everywhere, weight.placements[0].dims)
+        assert len(set(everywhere)) == 1, everywhere
+        assert torch.equal(full(weight), expected)
+        for reduced in range(len(shape)):
+            assert torch.equal(full(weight.detach().sum(reduced)), expected.sum(reduced))
+        model(torch.tensor(3.0)).backward()
+        assert torch.equal(full(weight.grad), 6 * expected)
+        dcp.save({"weight": weight, "grad": weight.grad}, checkpoint_id=tmp_path)
+        flat = init_device_mesh("cpu", (4,))
+        state = {name: distribute_tensor(torch.zeros(shape), flat, [Shard(0)]) for name in ("weight", "grad")}
+        dcp.load(state, checkpoint_id=tmp_path)
+        assert torch.equal(full(state["weight"]), expected)
+        assert torch.equal(full(state["grad"]), 6 * expected)
+        dcp.save({"weight": state["grad"], "grad": state["weight"]}, checkpoint_id=tmp_path / "swapped")
+        dcp.load({"weight": weight, "grad": weight.grad}, checkpoint_id=tmp_path / "swapped")
+        assert torch.equal(full(weight), 6 * expected)
+        assert torch.equal(full(weight.grad), expected)
+
+    run_ranks(check, 4)
+
+
+def test_blocks_that_fit_on_one_tp_rank_only_are_refused_on_all() -> None:
+    """Of 11 rows tp gives 6, two blocks of 3 for two ranks, and 5."""
+
+    def shard_it(rank: int, world_size: int) -> None:
+        mesh = square()
+        model = Experts((11, 80_000), mesh["tp"])
+        fully_shard(model, mesh["shard"], shard_placement_fn=lambda param: Blocks(3))
+
+    errors_on_all_ranks(shard_it, 4, PaddingError, "weight", "add at most 10.00 %")
 
 
 # ---------------------------------------------------------------- dp_mesh_dims
