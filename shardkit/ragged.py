@@ -176,11 +176,17 @@ class RaggedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Where this rank's boxes lie in the global tensor."""
+        """Where this rank's boxes lie in the global tensor; one without elements is one chunk of every rank,
+        as a tensor of no chunk would not be in the checkpoint.
+        """
+        if not self.numel():
+            return [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
         return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in self.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The part of the local tensor in the box at `index`, to be read or written in place."""
+        if not self.numel():
+            return local_of(self).new_empty(self.shape)
         for box in self.boxes():
             if index.offset is None or torch.Size(box.offset) == index.offset:
                 return box.view(local_of(self).detach())

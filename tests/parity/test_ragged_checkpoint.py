@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from shardkit import Blocks, fully_shard
 from shardkit.checkpoint import full_state, set_model_state_dict, set_optimizer_state_dict
 from shardkit.placement import RaggedShard
 from shardkit.ragged import RaggedTensor, distribute_tensor
@@ -101,6 +103,56 @@ def test_any_layout_of_any_world_size_loads_into_any_other(tmp_path):
         run_ranks(_save, world_size, tmp_path)
     for world_size in (1, 2, 3, 4):
         run_ranks(_load, world_size, tmp_path)
+
+
+class WithoutElements(torch.nn.Module):
+    """Parameters that hold nothing beside one that does, as code with optional parts has them."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.vector, self.rows, self.columns = (
+            torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (0, 4), (3, 0))
+        )
+        self.weight = torch.nn.Parameter(torch.full((5, 3), fill))
+
+    def forward(self) -> torch.Tensor:
+        return sum(parameter.sum() for parameter in self.parameters())
+
+
+def _without_elements(
+    rank: int, world_size: int, folder: Path, wish: Blocks | None, saved: list[str]
+) -> None:
+    """Save as `{wish}{world_size}` and load all of `saved`, optimizer state included."""
+
+    def trained(fill: float) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, object]]:
+        model = fully_shard(WithoutElements(fill), shard_placement_fn=lambda param: wish)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model().backward()
+        optimizer.step()
+        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+        return model, optimizer, state
+
+    if not saved:
+        dcp.save(trained(2.0)[2], checkpoint_id=folder / f"{wish}{world_size}")
+    for name in saved:
+        model, optimizer, state = trained(7.0)
+        dcp.load(state, checkpoint_id=folder / name)
+        set_model_state_dict(model, state["model"])
+        set_sharded_optimizer_state_dict(model, optimizer, state["optim"])
+        assert torch.equal(model.weight.full_tensor(), trained(2.0)[0].weight.full_tensor()), name
+        for parameter in model.parameters():
+            assert parameter.full_tensor().shape == parameter.shape, name
+            assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape, name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_elements_are_saved_and_loaded(tmp_path):
+    wishes, world_sizes = (Blocks(), None), (1, 2, 3, 4)
+    for wish, world_size in product(wishes, world_sizes):
+        run_ranks(_without_elements, world_size, tmp_path, wish, [])
+    saved = [f"{wish}{world_size}" for wish, world_size in product(wishes, world_sizes)]
+    for wish, world_size in product(wishes, world_sizes):
+        run_ranks(_without_elements, world_size, tmp_path, wish, saved)
 
 
 class Model(torch.nn.Module):
