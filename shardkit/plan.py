@@ -173,6 +173,15 @@ class BucketPlan:
         last = min(max(offset + self.shard_numel, 0), numel)
         return LocalRange(min(max(first - offset, 0), self.shard_numel), first, last - first)
 
+    def local_numels(self, name: str) -> list[int]:
+        """Returns how many elements of tensor `name` each rank holds."""
+        start, end = self.starts[name], self.starts[name] + self.tensors[name].numel
+        numels = [0] * self.num_ranks
+        for rank in range(start // self.shard_numel, -(-end // self.shard_numel)):
+            shard_start = rank * self.shard_numel
+            numels[rank] = min(end, shard_start + self.shard_numel) - max(start, shard_start)
+        return numels
+
     def pieces(self, rank: int) -> dict[str, LocalRange]:
         """Returns what `rank` holds, by name, in the order it lies in the shard."""
         ranges = (

@@ -75,9 +75,9 @@ def ragged_layouts(
             row_numel = math.prod(shape[2 if len(shape) == 3 else 1 :]) if numel > 1 else 1
             specs.append(TensorSpec(name, math.prod(shape), numel, period, row_numel, wish.required))
         plan = plan_bucket(specs, num_ranks)
+        blocks_numel = plan.blocks
         for name, shape in unit.items():
-            numels = [plan.local_range(name, rank).numel for rank in range(num_ranks)]
-            placement = RaggedShard.from_numels(shape, numels, plan.blocks[name])
+            placement = RaggedShard.from_numels(shape, plan.local_numels(name), blocks_numel[name])
             layouts[name] = Layout(tuple(shape), (num_ranks,), (placement,))
     return layouts
 

@@ -66,6 +66,7 @@ def test_local_ranges_stay_in_range_where_a_rank_holds_nothing() -> None:
     plan = plan_bucket([TensorSpec("u", 4), TensorSpec("v", 9, block_numel=3)], num_ranks=2, unit_numel=4)
     assert [plan.local_range("u", rank) for rank in range(2)] == [LocalRange(0, 0, 4), LocalRange(0, 4, 0)]
     assert [plan.local_range("v", rank) for rank in range(2)] == [LocalRange(5, 0, 3), LocalRange(0, 3, 6)]
+    assert [plan.local_numels(name) for name in "uv"] == [[4, 0], [3, 6]]
     assert plan.pieces(0) == {"u": LocalRange(0, 0, 4), "v": LocalRange(5, 0, 3)}
     assert plan.pieces(1) == {"v": LocalRange(0, 3, 6)}
     assert (plan.numel_of("v"), plan.blocks) == (9, {"u": 1, "v": 3})
