@@ -8,7 +8,7 @@ algorithm by the key `algorithm`, so one object can hold all parameters of a mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardkit.optim.algorithm import Algorithm, Group, PieceAlgorithm, Target
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
+from shardkit.optim.replicas import Replicas
 from shardkit.optim.teams import Member, OptimizerPlan, Team, make_teams
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -38,6 +39,9 @@ class ShardedOptimizer(Optimizer):
         bucket_bytes: most bytes that a rank sends or receives at once.
         missing_grads: "symmetric" trusts that a parameter without gradient has none on any rank, and skips it
             as torch does; "agree" asks the ranks in every step, and takes zeros where only some have one.
+        replicas: of hybrid sharding or data parallelism, whose gradients are equal to the bit: "redundant"
+            lets each work on all pieces, "shared" on some of them, with results sent to all; "auto" takes
+            what is less for the busiest rank (`replicas.py`), and `plan()` says which.
     """
 
     def __init__(
@@ -50,9 +54,16 @@ class ShardedOptimizer(Optimizer):
         placing: Placing = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         missing_grads: MissingGrads = "symmetric",
+        replicas: Replicas = "auto",
     ) -> None:
+        if replicas not in get_args(Replicas) or (replicas == "shared" and placing == "local"):
+            raise ValueError(
+                f"replicas: expected one of {get_args(Replicas)}, and not 'shared' where every piece stays "
+                f"with placement='local'; got {replicas!r}, {placing!r}."
+            )
         self.algorithm, self.algorithms = algorithm, algorithms
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
+        self.replicas = replicas
         self._members: dict[Tensor, Member] = {}
         self._teams: tuple[Team, ...] | None = None
         super().__init__(params, {**algorithms[algorithm].defaults, **settings})
@@ -85,7 +96,8 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient.
 
-        Collective over the ranks that cut parameters which need exchange: all of them must call.
+        Collective over the ranks that cut parameters which need exchange, and over replicas that share: all
+        of them must call.
         """
         loss = None
         if closure is not None:
@@ -132,7 +144,7 @@ class ShardedOptimizer(Optimizer):
 
     def _made_teams(self) -> tuple[Team, ...]:
         if self._teams is None:
-            self._teams = make_teams(list(self._members.values()), self.placing)
+            self._teams = make_teams(list(self._members.values()), self.placing, self.replicas)
         return self._teams
 
     def _targets(self, teams: Iterable[Team]) -> dict[str, Target]:

@@ -14,13 +14,15 @@ from shardkit.optim.muon import MuonAlgorithm, Orthogonalize, Scale
 from shardkit.optim.newton_schulz import Coefficients, TableName
 from shardkit.optim.optimizer import DEFAULT_BUCKET_BYTES, MissingGrads, Params, ShardedOptimizer
 from shardkit.optim.planning import Placing
+from shardkit.optim.replicas import Replicas
 
 
 class Muon(ShardedOptimizer):
     """Muon on parameters in any layout, equal to torch.optim.Muon on whole ones.
 
     In float32 on CPUs it is equal to the bit, at any world size and layout. `step` is collective over the
-    ranks that cut a matrix: all of them must call. Clip gradients before it, as `clip_grad_norm_` does.
+    ranks that cut a matrix, and their replicas: all of them must call. Clip gradients before it, as
+    `clip_grad_norm_` does.
 
     Args:
         params: matrices, stacks of experts (experts, rows, cols) and convolutions; tensors, named pairs or
@@ -42,7 +44,7 @@ class Muon(ShardedOptimizer):
         maximize: step upwards.
         placement: "auto", or the mode of every matrix: "local", "owner", "replicate".
         bucket_bytes: most bytes that a rank sends or receives at once.
-        missing_grads: see `ShardedOptimizer`.
+        missing_grads, replicas: see `ShardedOptimizer`.
 
     Raises:
         ValueError: a parameter that is no matrix, or a setting out of range.
@@ -67,6 +69,7 @@ class Muon(ShardedOptimizer):
         placement: Placing = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         missing_grads: MissingGrads = "symmetric",
+        replicas: Replicas = "auto",
     ) -> None:
         settings = {
             "lr": lr,
@@ -89,6 +92,7 @@ class Muon(ShardedOptimizer):
             placing=placement,
             bucket_bytes=bucket_bytes,
             missing_grads=missing_grads,
+            replicas=replicas,
         )
 
 

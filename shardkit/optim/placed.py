@@ -1,13 +1,14 @@
 """Where a parameter lies, read from it once: the bridge from tensors to the pure files beside this one.
 
 A parameter may be a RaggedTensor, a DTensor with Shard, Replicate or torch's _StridedShard on any number of
-mesh axes, or a plain tensor, which this rank then holds alone. Axes that only replicate are left out: the
-replicas do the same on equal gradients, and nothing is sent between them.
+mesh axes, or a plain tensor, which this rank then holds alone. Axes that only replicate are left out, unless
+replicas share the work (`replicas.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardkit._torch import local_of, spec_of, wait_async
 from shardkit.boxes import Layout, local_shape
 from shardkit.exchange import with_all_units
-from shardkit.optim.pieces import coordinates_on, cut_axes
+from shardkit.optim.pieces import cut_axes
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.ragged import RaggedTensor
 from shardkit.specs import coordinate_of, layout_of, same_placements
@@ -50,6 +51,13 @@ class Placed:
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of the axes that cut."""
         return () if self.mesh is None else tuple(self.mesh.get_group(axis) for axis in self.axes)
+
+    def over_replicas(self) -> Placed:
+        """The same parameter, with the ranks that hold copies of its parts among its ranks."""
+        axes = tuple(axis for axis, size in enumerate(self.layout.mesh_shape) if size > 1)
+        if axes == self.axes:
+            return self
+        return replace(self, axes=axes, ranks=_ranks_along(self.mesh, self.layout, axes, self.me))
 
     def zeros(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of zeros on the same ranks, laid out by `layout`."""
@@ -93,7 +101,7 @@ def placed(name: str, param: Tensor) -> Placed:
     mesh = param.device_mesh
     layout, me = with_all_units(layout_of(spec_of(param)), mesh), coordinate_of(mesh)
     axes = cut_axes(layout)
-    ranks = tuple(int(mesh.mesh[place]) for place in coordinates_on(layout, axes, me))
+    ranks = _ranks_along(mesh, layout, axes, me)
     return Placed(name, layout, me, axes, ranks, mesh, local_of(param).device)
 
 
@@ -143,5 +151,15 @@ def _check_contiguous(name: str, tensor: Tensor) -> None:
 def planned(name: str, layout: Layout) -> Placed:
     """A parameter on ranks that need not exist, as the first of them sees it."""
     me, axes = (0,) * len(layout.mesh_shape), cut_axes(layout)
-    num_ranks = len(coordinates_on(layout, axes, me))
-    return Placed(name, layout, me, axes, tuple(range(num_ranks)), None, torch.device("meta"))
+    ranks = _ranks_along(None, layout, axes, me)
+    return Placed(name, layout, me, axes, ranks, None, torch.device("meta"))
+
+
+def _ranks_along(
+    mesh: DeviceMesh | None, layout: Layout, axes: tuple[int, ...], me: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The global ranks at `coordinates_on(layout, axes, me)`; without a mesh they are numbered from zero."""
+    if mesh is None:
+        return tuple(range(math.prod(layout.mesh_shape[axis] for axis in axes)))
+    along = tuple(slice(None) if axis in axes else place for axis, place in enumerate(me))
+    return tuple(mesh.mesh[along].flatten().tolist())

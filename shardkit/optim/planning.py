@@ -88,6 +88,7 @@ class StepPlan:
 
     assignments: tuple[Assignment, ...]
     num_ranks: int
+    note: str = ""  # printed below the table
 
     @cached_property
     def digest(self) -> str:
@@ -142,20 +143,17 @@ class StepPlan:
             who = ",".join(map(str, a.workers)) if len(a.workers) <= 4 else f"{len(a.workers)} ranks"
             shape = f"{a.piece.rows} x {a.piece.cols}"
             lines.append(
-                f"{name:<{width}}  {shape:>15}  {a.mode:<9}  {who:>7}  {_size(a.nbytes):>10}  "
+                f"{name:<{width}}  {shape:>15}  {a.mode:<9}  {who:>7}  {size_text(a.nbytes):>10}  "
                 f"{a.piece.flops:9.2e}"
             )
         head = f"{'piece':<{width}}  {'matrix':>15}  {'mode':<9}  {'rank':>7}  {'moved':>10}  {'FLOPs':>9}"
         b = self.balance
-        return "\n".join(
-            [
-                head,
-                *lines,
-                f"{b.num_ranks} ranks: each sends {_size(round(b.mean_sent_bytes))} in the mean; the "
-                f"busiest sends and receives {_size(b.worst_bytes)}; {b.flops:.2e} FLOPs, busiest over "
-                f"mean {b.max_over_mean_flops:.2f}",
-            ]
+        foot = (
+            f"{b.num_ranks} ranks: each sends {size_text(round(b.mean_sent_bytes))} in the mean; the "
+            f"busiest sends and receives {size_text(b.worst_bytes)}; {b.flops:.2e} FLOPs, busiest over "
+            f"mean {b.max_over_mean_flops:.2f}"
         )
+        return "\n".join([head, *lines, foot, *([self.note] if self.note else [])])
 
 
 def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing]) -> StepPlan:
@@ -174,7 +172,7 @@ def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing
     for piece, mode, owner in zip(pieces, modes, owners, strict=True):
         holders = tuple(share.holder for share in piece.fields[0].shares)
         workers = holders if mode == "replicate" else (owner,)
-        gathers, returns = _transfers_of(piece, workers)
+        gathers, returns = _transfers_of(piece, workers, num_ranks)
         moved = "owner" if mode == "local" and gathers else mode
         assignments.append(Assignment(piece, moved, workers, gathers, returns))
     return StepPlan(tuple(assignments), num_ranks)
@@ -183,22 +181,19 @@ def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing
 def fill_buckets(assignments: Sequence[Assignment], bucket_bytes: int) -> list[list[int]]:
     """Places of the assignments that travel, in buckets that let no rank send or receive more at once."""
     buckets: list[list[int]] = []
-    sent, received = Counter[int](), Counter[int]()
+    filled = Counter[tuple[str, int]]()
     for place, assignment in enumerate(assignments):
         if not assignment.gathers and not assignment.returns:
             continue
-        for transfer in assignment.gathers:
-            sent[transfer.source] += transfer.nbytes
-            received[transfer.target] += transfer.nbytes
-        touched = {t.source for t in assignment.gathers} | {t.target for t in assignment.gathers}
-        is_full = any(max(sent[index], received[index]) > bucket_bytes for index in touched)
-        if not buckets or is_full:
+        added = Counter[tuple[str, int]]()
+        for phase, transfers in (("gather", assignment.gathers), ("return", assignment.returns)):
+            for transfer in transfers:
+                added[f"sent to {phase}", transfer.source] += transfer.nbytes
+                added[f"received to {phase}", transfer.target] += transfer.nbytes
+        if not buckets or any(filled[key] + nbytes > bucket_bytes for key, nbytes in added.items()):
             buckets.append([])
-            sent.clear()
-            received.clear()
-            for transfer in assignment.gathers:
-                sent[transfer.source] += transfer.nbytes
-                received[transfer.target] += transfer.nbytes
+            filled.clear()
+        filled += added
         buckets[-1].append(place)
     return buckets
 
@@ -255,15 +250,16 @@ def _least_loaded(least: list[tuple[float, int]], loads: Sequence[float]) -> int
 
 
 def _transfers_of(
-    piece: Piece, workers: tuple[int, ...]
+    piece: Piece, workers: tuple[int, ...], num_ranks: int
 ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """To the workers what they lack, of copies from those in their replica, and back to all other holders."""
     gathers, returns = [], []
     for number, field in enumerate(piece.fields):
         itemsize = field.dtype.itemsize
         for copies in _copies(field.shares):
             for worker in workers:
                 if all(share.holder != worker for share in copies):
-                    share = copies[0]
+                    share = copies[worker * len(copies) // num_ranks]  # replicas are the outer mesh axis
                     nbytes = share.numel * itemsize
                     gathers.append(Transfer(share.holder, worker, number, share.boxes, nbytes))
             for share in copies:
@@ -281,7 +277,7 @@ def _copies(shares: Sequence[Share]) -> list[list[Share]]:
     return list(alike.values())
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     """Three digits and a decimal unit, as links are rated in."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:

@@ -7,7 +7,7 @@ has a plan and an engine of its own; its members compare their plans once, befor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,19 @@ from shardkit.boxes import Box
 from shardkit.collectives import has_peers
 from shardkit.optim.algorithm import Group, PieceAlgorithm, Target
 from shardkit.optim.engine import Engine, Ranks, route_of
-from shardkit.optim.pieces import Piece
+from shardkit.optim.pieces import Piece, coordinates_on
 from shardkit.optim.placed import Placed
 from shardkit.optim.planning import Placing, StepPlan, plan_step
+from shardkit.optim.replicas import (
+    Copies,
+    Cost,
+    Replicas,
+    block_sizes,
+    copies_of,
+    cost_of,
+    note_of,
+    shared_piece,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +120,62 @@ class Team:
         return Engine(self.plan, Ranks(index, group_ranks, route), device, bucket_bytes)
 
 
-def make_teams(members: Sequence[Member], placing: Placing) -> tuple[Team, ...]:
-    """One team for every set of ranks with pieces, in order of first occurrence."""
-    by_ranks: dict[tuple[int, ...], list[Member]] = {}
+def make_teams(members: Sequence[Member], placing: Placing, replicas: Replicas = "auto") -> tuple[Team, ...]:
+    """One team for every set of ranks with pieces, in order of first occurrence.
+
+    Args:
+        members: in the optimizer's order.
+        placing: how pieces may be placed.
+        replicas: whether ranks that hold copies share the work on them.
+    """
+    with_copies: dict[tuple[int, ...], list[Member]] = {}
     for member in members:
         if member.pieces:
-            by_ranks.setdefault(member.at.ranks, []).append(member)
-    return tuple(Team(of_ranks, placing) for of_ranks in by_ranks.values())
+            with_copies.setdefault(member.at.over_replicas().ranks, []).append(member)
+    return tuple(
+        team for of_ranks in with_copies.values() for team in _teams_among(of_ranks, placing, replicas)
+    )
+
+
+def _teams_among(members: Sequence[Member], placing: Placing, replicas: Replicas) -> list[Team]:
+    """The teams of members on one set of ranks, copies included: one for each replica, or one of several."""
+    by_ranks: dict[tuple[int, ...], list[Member]] = {}
+    for member in members:
+        by_ranks.setdefault(member.at.ranks, []).append(member)
+    apart = [Team(of_ranks, placing) for of_ranks in by_ranks.values()]
+    if replicas == "redundant" or placing == "local":
+        return apart
+    wide = [member.at.over_replicas() for member in members]
+    copies = [
+        copies_of(member.at.layout.mesh_shape, member.at.axes, at.axes)
+        for member, at in zip(members, wide, strict=True)
+    ]
+    best: tuple[Team, Cost] | None = None
+    for size in block_sizes(set(copies)):
+        team = Team([_shared(*each, size) for each in zip(members, wide, copies, strict=True)], placing)
+        cost = cost_of([team.plan])
+        if best is not None and cost.total >= best[1].total:
+            break  # the more share, the fewer operations and the more bytes a rank
+        best = team, cost
+    if best is None:
+        return apart
+    (shared, cost), redundant = best, cost_of([team.plan for team in apart])
+    is_shared = replicas == "shared" or cost.total < redundant.total
+    note = note_of(len(shared.ranks) if is_shared else None, cost, redundant)
+    for team in (teams := [shared] if is_shared else apart):
+        team.plan = replace(team.plan, note=note)
+    return teams
+
+
+def _shared(member: Member, wide: Placed, copies: Copies, size: int) -> Member:
+    """The member as `size` neighbouring ranks hold it, this one among them."""
+    if wide is member.at:
+        return member
+    index = coordinates_on(wide.layout, wide.axes, wide.me).index(wide.me)
+    start = index - index % size
+    at = replace(wide, ranks=wide.ranks[start : start + size])
+    in_block = tuple(tuple(i for i in alike if i < size) for alike in copies)
+    return replace(member, at=at, pieces=tuple(shared_piece(piece, in_block) for piece in member.pieces))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from typing import Literal, get_args
 
 from shardkit.boxes import Layout
 from shardkit.optim.muon import MuonAlgorithm
-from shardkit.optim.placed import Placed, planned
-from shardkit.optim.planning import Placing, StepPlan, plan_step
+from shardkit.optim.placed import planned
+from shardkit.optim.planning import Placing, StepPlan
+from shardkit.optim.replicas import Replicas
+from shardkit.optim.teams import Member, make_teams
 from shardkit.placement import Blocks, RaggedShard, block_numel
 from shardkit.plan import TensorSpec, plan_bucket
 
@@ -82,16 +84,32 @@ def ragged_layouts(
     return layouts
 
 
-def muon_plan(layouts: Mapping[str, Layout], *, placement: Placing = "auto", **settings: object) -> StepPlan:
+def muon_plan(
+    layouts: Mapping[str, Layout],
+    *,
+    placement: Placing = "auto",
+    replicas: Replicas = "auto",
+    **settings: object,
+) -> StepPlan:
     """The plan of a Muon step for ranks that need not exist, from layouts on one mesh of any shape.
 
     Args:
         layouts: by fqn, matrices only; all cut by the same ranks.
-        placement, settings: as `Muon` takes them.
+        placement, replicas, settings: as `Muon` takes them.
+
+    Raises:
+        ValueError: the parameters are cut by different sets of ranks.
     """
     algorithm = MuonAlgorithm()
     group = {**algorithm.defaults, **settings}
-    members: list[Placed] = [planned(name, layout) for name, layout in layouts.items()]
-    pieces = [piece for at in members for piece in algorithm.pieces(at, group)]
-    num_ranks = max(len(at.ranks) for at in members)
-    return plan_step(pieces, num_ranks, [placement] * len(pieces))
+    members = []
+    for name, layout in layouts.items():
+        at = planned(name, layout)
+        members.append(Member(at, group, algorithm, tuple(algorithm.pieces(at, group))))
+    teams = make_teams(members, placement, replicas)
+    if len(teams) != 1:
+        raise ValueError(
+            f"layouts: expected parameters that one set of ranks cuts, got {len(teams)} such sets. Plan them "
+            "one by one."
+        )
+    return teams[0].plan

@@ -127,6 +127,13 @@ def test_buckets_keep_to_their_size_and_lose_nothing() -> None:
                 assert sum(message.nbytes for message in messages) <= 9000
 
 
+def test_buckets_keep_to_their_size_on_the_way_back_too() -> None:
+    copies = {str(i): Layout((64, 64), (4,), (Replicate(),)) for i in range(9)}
+    plan = muon_plan(copies, placement="owner", replicas="shared")
+    assert not any(assignment.gathers for assignment in plan.assignments)
+    assert len(fill_buckets(plan.assignments, 64 * 64 * 2)) > 2
+
+
 def test_what_the_plan_says_is_sent_is_what_the_messages_hold() -> None:
     layouts = {"w": ragged((64, 64), (32, 16, 16)), "v": ragged((30, 7), (0, 1, 29))}
     plan = muon_plan(layouts, placement="owner", row_norm_beta2=0.95)
