@@ -59,8 +59,11 @@ class ShardedParam:
         self.axes, self.sharding = spec.axes, sharding
         self.shape = tuple(spec.local.shape)  # unsharded, on this tensor-parallel rank
         self.places = [(param_dict(owner.module), owner.name) for owner in spec.owners]
-        self.sharded = nn.Parameter(sharding.wrap_sharded(local), requires_grad=spec.param.requires_grad)
-        self.local = local_of(self.sharded)  # this rank's part: soon a piece of the bucket's shard buffer
+        # The shell would take the offset of `local` in the whole, and torch copies and pickles none with one.
+        shell = sharding.wrap_sharded(torch.empty(0, dtype=local.dtype, device=local.device))
+        self.sharded = nn.Parameter(shell, requires_grad=spec.param.requires_grad)
+        self.local = local.detach()  # this rank's part: soon a piece of the bucket's shard buffer
+        set_local(self.sharded, self.local)
         self.is_extended = has_extension(self.name, self.local)  # as its bucket has it; see `is_adopted`
         self.unsharded: nn.Parameter | None = None
         remember_original(spec.param, self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit
-from shardkit import fully_shard
+from shardkit import Blocks, fully_shard
 from tests.support.models import CASES
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import run_ranks
@@ -297,3 +298,20 @@ def test_a_dropped_model_is_collected() -> None:
         assert not any(ref() is not None for ref in alive)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("wish", [None, Blocks.elements()], ids=str)
+def test_sharded_parameters_are_copied_and_pickled_on_every_rank(wish: Blocks | None) -> None:
+    """torch refuses DTensors whose shell keeps the offset of their part in the whole parameter."""
+
+    def run(rank: int, world_size: int) -> None:
+        layer = fully_shard(nn.Linear(6, 7), shard_placement_fn=lambda param: wish)
+        for param in layer.parameters():
+            for twin in (copy.deepcopy(param), pickle.loads(pickle.dumps(param))):
+                assert twin.placements == param.placements and twin.shape == param.shape
+                assert torch.equal(twin.to_local(), param.to_local())
+                assert (
+                    twin.to_local().data_ptr() != param.to_local().data_ptr() or not param.to_local().numel()
+                )
+
+    run_ranks(run, 3)
