@@ -33,6 +33,7 @@ class AdamWAlgorithm:
 
     def __init__(self) -> None:
         self.defaults = DEFAULTS
+        self.state_settings: Sequence[str] = ()
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError for a setting out of range."""

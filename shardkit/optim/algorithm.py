@@ -1,7 +1,8 @@
 """What the optimizer asks of an algorithm: its settings, its state, its pieces and its arithmetic.
 
-Muon and AdamW answer in `muon.py` and `adamw.py`. An elementwise algorithm does all in `begin`; a
-`PieceAlgorithm` needs whole matrices or blocks, and names them as pieces, which the engine brings together.
+Muon, AdamW and AdamW8bit answer in `muon.py`, `adamw.py` and `adamw8bit.py`. An elementwise algorithm does
+all in `begin`; a `PieceAlgorithm` needs whole matrices or blocks, and names them as pieces, which the engine
+brings together.
 """
 
 from __future__ import annotations
@@ -23,17 +24,26 @@ Group = dict[str, Any]  # torch's parameter group
 class Target:
     """A parameter in a step: local tensors of the parameter, its gradient and its state, all contiguous."""
 
-    name: str
+    at: Placed
     param: Tensor
     grad: Tensor
     state: Mapping[str, Tensor]
     group: Group
 
+    @property
+    def name(self) -> str:
+        """Its fqn, or its number."""
+        return self.at.name
+
 
 class Algorithm(Protocol):
-    """One way to step; `defaults` are the settings of a group."""
+    """One way to step; `defaults` are the settings of a group.
+
+    `state_settings` names those that decide what a saved state means: only equal ones can load it.
+    """
 
     defaults: Mapping[str, object]
+    state_settings: Sequence[str]
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError for settings that make no sense."""

@@ -77,6 +77,7 @@ class MuonAlgorithm:
 
     def __init__(self, orthogonalize: Orthogonalize | None = None) -> None:
         self.defaults = DEFAULTS
+        self.state_settings: Sequence[str] = ()
         self.orthogonalize = orthogonalize
 
     def check_group(self, group: Group) -> None:

@@ -7,14 +7,19 @@ algorithm by the key `algorithm`, so one object can hold all parameters of a mod
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.optim.algorithm import Algorithm, Group, PieceAlgorithm, Target
+from shardkit.optim.algorithm import Algorithm, PieceAlgorithm, Target
+from shardkit.optim.loading import check_saved_settings, exact_state
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
@@ -33,8 +38,8 @@ class ShardedOptimizer(Optimizer):
             checkpoints then speak of names), or groups of either.
         algorithm: of groups that name none.
         algorithms: by name.
-        settings: of groups that do not say otherwise, beside the algorithm's own defaults. `lr` and
-            `weight_decay` hold for groups of other algorithms too.
+        settings: of groups that do not say otherwise, beside the algorithm's own defaults. `lr`,
+            `weight_decay` and `maximize` hold for groups of other algorithms too.
         placing: how pieces may be placed: "auto", or one mode for all.
         bucket_bytes: most bytes that a rank sends or receives at once.
         missing_grads: "symmetric" trusts that a parameter without gradient has none on any rank, and skips it
@@ -65,28 +70,90 @@ class ShardedOptimizer(Optimizer):
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
         self.replicas = replicas
         self._members: dict[Tensor, Member] = {}
-        self._teams: tuple[Team, ...] | None = None
+        self._teams: tuple[Team, ...] | None = None  # None: to be made
         super().__init__(params, {**algorithms[algorithm].defaults, **settings})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with state for each of its parameters.
+        """Add a group, with state for each of its parameters: on meta for those on meta, until they are real.
 
         Raises:
-            ValueError: a setting or a parameter does not suit the group's algorithm.
+            ValueError: a setting or a parameter does not suit the group's algorithm; the group is left out.
         """
         name = param_group.setdefault("algorithm", self.algorithm)
         if name not in self.algorithms:
             raise ValueError(f"algorithm: expected one of {sorted(self.algorithms)}, got {name!r}.")
         own, algorithm = self.defaults, self.algorithms[name]
         if name != self.algorithm:
-            shared = {key: own[key] for key in ("lr", "weight_decay")}
+            shared = {key: own[key] for key in ("lr", "weight_decay", "maximize")}
             self.defaults = {**algorithm.defaults, **shared}
         try:
             super().add_param_group(param_group)
         finally:
             self.defaults = own
-        self._take(self.param_groups[-1], algorithm)
-        self._teams = None
+        try:
+            self._take(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with real state for what is real."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave, of an optimizer with the same algorithms and layouts.
+
+        States keep the dtypes that their algorithms gave them. Settings that the saved groups do not have
+        stay as they are.
+
+        Raises:
+            ValueError: an algorithm, or the format, shape or layout of a state, is another than this
+                optimizer's, or a parameter is on meta. Nothing has been changed then.
+        """
+        exact: dict[Tensor, dict[str, Tensor]] = {}
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            exact.update(self._exact_states(given))
+            groups = given["param_groups"]
+            if len(groups) == len(self.param_groups):
+                groups = [own | saved for own, saved in zip(self.param_groups, groups, strict=True)]
+            return {"state": {}, "param_groups": groups}
+
+        self._settle()
+        self._refuse_meta()
+        hooks = (  # the last before and the first after, so that hooks of the user see and change all
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(exact), prepend=True),
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        kept = ("algorithm", "algorithms", "placing", "bucket_bytes", "missing_grads")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_members": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
+        for param, member in self._members.items():
+            if isinstance(param, DTensor) and param.grad is not None:
+                raise NotImplementedError(
+                    f"param {member.at.name!r}: torch does not copy a DTensor that has a gradient. Call "
+                    "zero_grad() before deepcopy."
+                )
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, a pickle or a state dict: the groups are new objects, and the members refer to them."""
+        super().__setstate__(state)
+        before, self._members, self._teams = self._members, {}, None
+        for index in range(len(self.param_groups)):
+            self._members |= self._made_members(index, before)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -103,18 +170,17 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._settle()
+        self._refuse_meta()
         teams = self._made_teams()
         targets = self._targets(teams)
         for team in teams:
             team.prepare(self.bucket_bytes)
-        for algorithm in self.algorithms.values():
-            own = [
-                target
-                for target in targets.values()
-                if self.algorithms[target.group["algorithm"]] is algorithm
-            ]
-            if own:
-                algorithm.begin(own)
+        by_algorithm: dict[str, list[Target]] = {}
+        for target in targets.values():
+            by_algorithm.setdefault(target.group["algorithm"], []).append(target)
+        for name, own in by_algorithm.items():
+            self.algorithms[name].begin(own)
         for team in teams:
             of_team = {m.at.name: targets[m.at.name] for m in team.members if m.at.name in targets}
             if of_team:
@@ -130,17 +196,65 @@ class ShardedOptimizer(Optimizer):
         elementwise = [member.at.name for member in self._members.values() if not member.pieces]
         return OptimizerPlan(tuple(team.plan for team in teams), tuple(elementwise))
 
-    def _take(self, group: Group, algorithm: Algorithm) -> None:
+    def _take(self, index: int) -> None:
         """Check a new group and give its parameters their state."""
+        members = self._made_members(index, {})
+        names = Counter(member.at.name for member in (*self._members.values(), *members.values()))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"param {twice[0]!r}: two parameters have this name. Give each its own.")
+        states = {param: self._new_state(param, member) for param, member in members.items()}
+        self._members |= members
+        self.state.update(states)
+        self._teams = None
+
+    def _made_members(self, index: int, before: Mapping[Tensor, Member]) -> dict[Tensor, Member]:
+        """The parameters of a group as its settings have them stepped; those in `before` lie as they did."""
+        group = self.param_groups[index]
+        algorithm = self.algorithms[group["algorithm"]]
         algorithm.check_group(group)
-        first = len(self._members)
-        names = group.get("param_names") or [str(first + i) for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
-            at = placed(name, param)
-            worker = algorithm if isinstance(algorithm, PieceAlgorithm) else None
+        worker = algorithm if isinstance(algorithm, PieceAlgorithm) else None
+        numbers = [f"{i} of group {index}" for i in range(len(group["params"]))]
+        members = {}
+        for name, param in zip(group.get("param_names") or numbers, group["params"], strict=True):
+            at = before[param].at if param in before else placed(name, param)
             pieces = () if worker is None else tuple(worker.pieces(at, group))
-            self._members[param] = Member(at, group, worker, pieces)
-            self.state[param] = algorithm.init_state(at, param, group)
+            members[param] = Member(at, group, worker, pieces)
+        return members
+
+    def _settle(self) -> None:
+        """Give real state to parameters that were on meta when they came, and are not any more."""
+        late = [p for p, m in self._members.items() if m.at.device.type == "meta" and not p.is_meta]
+        for param in late:
+            member = self._members[param]
+            member = replace(member, at=replace(member.at, device=local(param).device))
+            self._members[param], self.state[param] = member, self._new_state(param, member)
+        if late:
+            self._teams = None
+
+    def _new_state(self, param: Tensor, member: Member) -> dict[str, Tensor]:
+        return self.algorithms[member.group["algorithm"]].init_state(member.at, param, member.group)
+
+    def _refuse_meta(self) -> None:
+        on_meta = [m.at.name for m in self._members.values() if m.at.device.type == "meta"]
+        if on_meta:
+            raise ValueError(
+                f"param {on_meta[0]!r} is on meta, as are {len(on_meta)} of {len(self._members)}. "
+                "Materialise the model first; if that was done by to_empty, which puts new parameters in the "
+                "place of plain ones, build the optimizer after it."
+            )
+
+    def _exact_states(self, given: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
+        """The states of a state dict as the algorithms keep them."""
+        for index, (own, saved) in enumerate(zip(self.param_groups, given["param_groups"], strict=False)):
+            check_saved_settings(index, own, saved, self.algorithms[own["algorithm"]].state_settings)
+        ids = [saved_id for group in given["param_groups"] for saved_id in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {
+            param: exact_state(
+                self._members[param].at.name, given["state"].get(saved_id, {}), self.state[param]
+            )
+            for saved_id, param in zip(ids, params, strict=False)  # torch says which numbers differ
+        }
 
     def _made_teams(self) -> tuple[Team, ...]:
         if self._teams is None:
@@ -160,8 +274,7 @@ class ShardedOptimizer(Optimizer):
         }
 
     def _target(self, param: Tensor, member: Member) -> Target:
-        group, name = member.group, member.at.name
-        own = local(param)
-        grad = torch.zeros_like(own) if param.grad is None else local_grad(name, param)
+        own, group = local(param), member.group
+        grad = torch.zeros_like(own) if param.grad is None else local_grad(member.at.name, param)
         state = {key: local(value) for key, value in self.state[param].items()}
-        return Target(name, own, grad.neg() if group["maximize"] else grad, state, group)
+        return Target(member.at, own, grad.neg() if group["maximize"] else grad, state, group)

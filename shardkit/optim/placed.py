@@ -22,7 +22,7 @@ from shardkit.exchange import with_all_units
 from shardkit.optim.pieces import cut_axes
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.ragged import RaggedTensor
-from shardkit.specs import coordinate_of, layout_of, same_placements
+from shardkit.specs import coordinate_of, layout_of, same_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,13 @@ def placed(name: str, param: Tensor) -> Placed:
     Collective over the mesh where a ragged parameter is tensor-parallel as well: all ranks must call.
 
     Raises:
-        ValueError: it is complex or sparse, its local part is not contiguous, or a sum is still pending.
+        TypeError: it does not hold real numbers.
+        ValueError: it is sparse, its local part is not contiguous, or a sum is still pending.
     """
-    if param.is_complex() or param.is_sparse:
-        raise ValueError(f"param {name!r}: expected a dense real tensor, got {param.dtype}. Leave it out.")
+    if not param.is_floating_point():
+        raise TypeError(f"param {name!r}: expected real numbers, got {param.dtype}. Leave it out.")
+    if param.is_sparse:
+        raise ValueError(f"param {name!r}: it is sparse. Call to_dense() on it, or leave it out.")
     if not isinstance(param, DTensor):
         _check_contiguous(name, param)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -119,31 +122,32 @@ def local_grad(name: str, param: Tensor) -> Tensor:
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
-        raise ValueError(f"param {name!r}: expected a dense gradient, got a sparse one. Pass sparse=False.")
-    if isinstance(grad, DTensor):
-        alike = isinstance(param, DTensor) and _lies_as(grad, param)
-    else:
-        alike = not isinstance(param, DTensor)
-    if not alike:
+        raise ValueError(f"param {name!r}: its gradient is sparse. Build its module with sparse=False.")
+    if not lie_alike(grad, param):
         raise ValueError(
-            f"param {name!r}: expected its gradient to lie as it does, got {type(grad).__name__} of "
-            f"{getattr(grad, 'placements', 'no placements')}. Redistribute the gradient before step()."
+            f"param {name!r}: expected its gradient to lie as it does, {drawn(param)}, got {drawn(grad)}. "
+            "Redistribute the gradient before step()."
         )
     return wait_async(local(grad)).contiguous()
 
 
-def _lies_as(grad: DTensor, param: DTensor) -> bool:
-    """Whether two tensors of a shape lie alike; by identity of their records first, as most do."""
-    of_grad, of_param = spec_of(grad), spec_of(param)
-    if of_grad is of_param or of_grad.placements is of_param.placements:
-        return True
-    return same_placements(of_grad.placements, of_param.placements)
+def lie_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape and every rank holds the same part of both."""
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return same_layout(spec_of(a), spec_of(b))
+    return isinstance(a, DTensor) == isinstance(b, DTensor) and a.shape == b.shape
+
+
+def drawn(tensor: Tensor) -> str:
+    """Shape and placements, for messages."""
+    placements = f" placed {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tuple(tensor.shape)}{placements}"
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(
-            f"param {name!r}: expected a contiguous tensor, got stride {tensor.stride()} for shape "
+            f"param {name!r} is not contiguous: it has strides {tensor.stride()} for shape "
             f"{tuple(tensor.shape)}. Call .contiguous() on it before it is sharded."
         )
 

@@ -1,0 +1,239 @@
+"""The life of an optimizer around its steps: state dicts, copies, pickles, parameters that come from meta."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardkit import Blocks, fully_shard, materialize_
+from shardkit.optim import AdamW, Muon
+from shardkit.optim.optimizer import ShardedOptimizer
+from tests.parity.test_muon import give_grads, matrices
+from tests.support.ranks import errors_on_all_ranks, run_ranks
+
+SHAPES = [(96, 64), (64, 96), (40,), (80, 64)]
+WISHES: list[Blocks | None] = [None, Blocks(), Blocks.elements()]
+
+
+class Weights(nn.Module):
+    """Parameters of `SHAPES`, drawn by `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, shape in enumerate(SHAPES):
+            self.register_parameter(f"w{i}", nn.Parameter(torch.empty(shape)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.ones_(param)
+
+
+def mixed(model: nn.Module, **settings: object) -> Muon:
+    """Every algorithm in one optimizer."""
+    named = list(model.named_parameters())
+    groups = [
+        {"params": named[:2]},
+        {"params": named[2:], "algorithm": "adamw"},
+    ]
+    return Muon(groups, lr=0.01, row_norm_beta2=0.95, **settings)
+
+
+def sharded_weights(world_size: int, wish: Blocks | None, on_meta: bool = False) -> Weights:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Weights()
+    mesh = init_device_mesh("cpu", (world_size,))
+    return fully_shard(model, mesh, shard_placement_fn=lambda param: wish)
+
+
+def steps(optimizer: ShardedOptimizer, *numbers: int) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number in numbers:
+        values = matrices(number, [tuple(param.shape) for param in params], params[0].dtype)
+        give_grads(params, values)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal(one: ShardedOptimizer, other: ShardedOptimizer) -> None:
+    """Parameters, state and settings, to the bit."""
+    for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
+        assert {**mine, "params": None} == {**theirs, "params": None}
+        for param, twin in zip(mine["params"], theirs["params"], strict=True):
+            assert torch.equal(here(param), here(twin))
+            assert one.state[param].keys() == other.state[twin].keys()
+            for key, value in one.state[param].items():
+                assert value.dtype == other.state[twin][key].dtype, key
+                assert torch.equal(here(value), here(other.state[twin][key])), key
+
+
+def here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_settings_of_a_loaded_state_dict_are_those_of_the_next_steps() -> None:
+    optimizer, other = mixed(Weights()), mixed(Weights())
+    saved = copy.deepcopy(other.state_dict())
+    for group in saved["param_groups"]:
+        group["lr"] = 0.0
+    optimizer.load_state_dict(saved)
+    steps(optimizer, 1)
+    assert all((param == 1).all() for group in optimizer.param_groups for param in group["params"])
+    optimizer.param_groups[0]["lr"] = 0.1  # as a scheduler does
+    steps(optimizer, 2)
+    assert (optimizer.param_groups[0]["params"][0] != 1).any()
+
+
+def test_settings_that_were_not_saved_stay() -> None:
+    params, whole = ([nn.Parameter(value) for value in matrices(0, SHAPES)] for _ in range(2))
+    optimizer, theirs = AdamW(params, lr=0.1), torch.optim.AdamW(whole, lr=0.01)
+    give_grads(whole, matrices(1, SHAPES))
+    theirs.step()
+    optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[0]["algorithm"] == "adamw" and optimizer.param_groups[0]["lr"] == 0.01
+    steps(optimizer, 2)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_loaded_state_keeps_the_dtypes_of_its_algorithm() -> None:
+    """torch casts to the parameter's dtype, which would round the row variance of NorMuon."""
+    optimizer, resumed = (mixed(Weights().bfloat16()) for _ in range(2))
+    steps(optimizer, 1, 2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    (first, *_) = resumed.param_groups[0]["params"]
+    assert resumed.state[first]["row_variance"].dtype == torch.float32
+    with torch.no_grad():
+        for group, twins in zip(optimizer.param_groups, resumed.param_groups, strict=True):
+            torch._foreach_copy_(twins["params"], group["params"])
+    steps(optimizer, 3)
+    steps(resumed, 3)
+    assert_equal(optimizer, resumed)
+
+
+def test_what_hooks_change_is_what_is_loaded() -> None:
+    optimizer = mixed(Weights())
+    (first, *_) = optimizer.param_groups[0]["params"]
+    seen = []
+
+    def ones(_: torch.optim.Optimizer, given: dict[str, dict[int, dict[str, Tensor]]]) -> None:
+        given["state"][0]["momentum_buffer"] = torch.ones(SHAPES[0])
+
+    def look(loaded: torch.optim.Optimizer) -> None:
+        seen.append(loaded.state[first]["momentum_buffer"].sum().item())
+
+    optimizer.register_load_state_dict_pre_hook(ones)
+    optimizer.register_load_state_dict_post_hook(look)
+    optimizer.load_state_dict(mixed(Weights()).state_dict())
+    assert seen == [96 * 64.0]
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    optimizer, before = mixed(Weights()), mixed(Weights())
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["row_variance"]
+    with pytest.raises(ValueError, match=r"'w0': expected its row_variance to be \(96, 1\), got nothing"):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][1]["algorithm"] = "muon"
+    saved["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match=r"group 1: this optimizer has algorithm='adamw'.* with 'muon'"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert_equal(optimizer, before)
+
+
+COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("wish", [None, Blocks.elements()], ids=str)
+def test_a_copy_steps_as_the_original(how: str, wish: Blocks | None) -> None:
+    def run(rank: int, world_size: int) -> None:
+        for model in (Weights(), sharded_weights(world_size, wish)):
+            optimizer = mixed(model, placement="owner", missing_grads="agree")
+            steps(optimizer, 1, 2)
+            twin = COPIES[how](optimizer)
+            assert twin.plan() == optimizer.plan()
+            before = [here(param).clone() for group in twin.param_groups for param in group["params"]]
+            steps(optimizer, 3)
+            now = [here(param) for group in twin.param_groups for param in group["params"]]
+            assert all(map(torch.equal, now, before))
+            steps(twin, 3)
+            assert_equal(optimizer, twin)
+
+    run_ranks(run, 2)
+
+
+def test_a_copy_of_sharded_gradients_is_refused_by_name() -> None:
+    def run(rank: int, world_size: int) -> None:
+        model = sharded_weights(world_size, None)
+        optimizer = mixed(model)
+        model.w1.grad = model.w1.detach().clone()
+        copy.deepcopy(optimizer)
+
+    errors_on_all_ranks(run, 2, NotImplementedError, "param 'w1'", "zero_grad()")
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=str)
+@pytest.mark.parametrize("materialise", ["materialize_", "to_empty"])
+def test_parameters_that_come_from_meta_get_real_state(wish: Blocks | None, materialise: str) -> None:
+    def run(rank: int, world_size: int) -> None:
+        model = sharded_weights(world_size, wish, on_meta=True)
+        optimizer = mixed(model)
+        planned = str(optimizer.plan())
+        if materialise == "to_empty":
+            model.to_empty(device="cpu")
+            model.reset_parameters()
+        else:
+            materialize_(model)
+        expected = mixed(sharded_weights(world_size, wish))
+        states = optimizer.state_dict()["state"].values()
+        assert not any(value.is_meta for state in states for value in state.values())
+        for built in (optimizer, expected):
+            steps(built, 1, 2)
+        assert_equal(optimizer, expected)
+        assert str(optimizer.plan()) == planned
+
+    run_ranks(run, 2)
+
+
+def test_parameters_that_stay_on_meta_are_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = Weights()
+    optimizer, saved = mixed(model), mixed(Weights()).state_dict()
+    model.to_empty(device="cpu")  # the optimizer holds the parameters of before
+    for use in (optimizer.step, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(ValueError, match=r"'w0' is on meta, as are 4 of 4.*build the optimizer after"):
+            use()
+
+
+def test_a_refused_group_is_left_out() -> None:
+    optimizer = mixed(Weights())
+    for params, words in (
+        ([("w0", nn.Parameter(torch.ones(4, 4)))], "param 'w0': two parameters have this name"),
+        ([("bias", nn.Parameter(torch.ones(4)))], "param 'bias'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            optimizer.add_param_group({"params": params})
+    assert len(optimizer.param_groups) == 2 and len(optimizer.state) == 4
+    steps(optimizer, 1)
+
+
+def test_all_algorithms_of_an_optimizer_step_upwards_together() -> None:
+    model = Weights()
+    optimizer = mixed(model, maximize=True, weight_decay=0.0)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(param.mean() > 1 for param in model.parameters())
