@@ -2,9 +2,8 @@
 cuts.
 """
 
-from shardkit.optim.adamw8bit import AdamW8bit
 from shardkit.optim.convert import from_sum_form, from_torch_muon
-from shardkit.optim.optimizers import AdamW, Muon
+from shardkit.optim.optimizers import AdamW, AdamW8bit, Muon
 from shardkit.optim.qk_clip import Projection, qk_clip_
 from shardkit.optim.routing import route_params, split_params
 from shardkit.optim.torchao_state import convert_torchao_state

@@ -1,15 +1,20 @@
-"""The optimizers a user builds: `Muon` and `AdamW`, one class whose groups default to another algorithm.
+"""The optimizers a user builds: one class whose groups default to another algorithm in each.
 
 optimizer = Muon(split_params(model), lr=3e-4)          matrices by Muon, the rest by AdamW, in one object
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from shardkit.optim.adamw import AdamWAlgorithm
+from shardkit.optim.adamw8bit import AdamW8bitAlgorithm
 from shardkit.optim.algorithm import Algorithm
+from shardkit.optim.blockwise import Format
+from shardkit.optim.codes import Bits
 from shardkit.optim.muon import MuonAlgorithm, Orthogonalize, Scale
 from shardkit.optim.newton_schulz import Coefficients, TableName
 from shardkit.optim.optimizer import DEFAULT_BUCKET_BYTES, MissingGrads, Params, ShardedOptimizer
@@ -26,8 +31,8 @@ class Muon(ShardedOptimizer):
 
     Args:
         params: matrices, stacks of experts (experts, rows, cols) and convolutions; tensors, named pairs or
-            groups. Groups may set `algorithm="adamw"`, and for Muon `heads`, `split_rows` and `flatten`, see
-            `matrices_of`.
+            groups. Groups may set another `algorithm`, as "adamw" or "adamw8bit", and for Muon `heads`,
+            `split_rows` and `flatten`, see `matrices_of`.
         lr: learning rate; a float or a tensor of one element.
         momentum, nesterov, weight_decay: as torch.optim.Muon's.
         adjust_lr: what an update is multiplied by, named by its formula on (rows, cols): "rms_0.2" is 0.2
@@ -100,7 +105,7 @@ class AdamW(ShardedOptimizer):
     """AdamW on local tensors, equal to torch.optim.AdamW and several times faster on small shards.
 
     Args:
-        params: tensors, named pairs or groups; groups may set `algorithm="muon"`.
+        params: tensors, named pairs or groups; groups may set another `algorithm`, as "muon".
         lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW's.
         fused: torch's fused kernel, a little faster and on CPUs not equal to the bit.
 
@@ -130,5 +135,79 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, algorithm="adamw", algorithms=_algorithms(None), settings=settings)
 
 
+class AdamW8bit(ShardedOptimizer):
+    """AdamW with moments of about 2 bytes a parameter, 1 with `bits=4`, exact under any sharding by rows.
+
+    Parameters of fewer than two dims or of fewer than `min_numel` elements keep float32 moments; the global
+    size decides, never a shard's. No step communicates. Constructed and stepped by every rank.
+
+    State of a parameter, in its layout: `step`; `exp_avg_codes` and `exp_avg_sq_codes`, uint8 of its shape
+    (with 4 bits two a byte along a row); `exp_avg_scales` and `exp_avg_sq_scales`, float32, `(rows,
+    ceil(cols / block))`. It is saved and loaded by torch's distributed checkpoint, into any number of ranks.
+
+    Args:
+        params: parameters, named ones, or groups; any keyword below can be a group's own, and groups may set
+            another `algorithm`. Plain tensors, Shard and replicated DTensors, RaggedTensors.
+        lr: learning rate, a float or a 0-d tensor.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, times lr.
+        maximize: ascend.
+        block: columns of a row that share a scale.
+        bits: of a code. 4 is for the dynamic format.
+        format: "dynamic", or "e4m3" for float8.
+        second_moment: "v" stores it, "sqrt" its root; by default the root with tiles.
+        tile: (rows, columns) that share a scale, such as (128, 128), in place of one row of `block` columns.
+            Ranks then hold whole tiles: `Blocks(128)`.
+        stochastic_rounding: round bfloat16 parameters by chance instead of to the nearest.
+        seed: of that chance, beside the step and the element's global index.
+        min_numel: elements below which moments stay float32.
+
+    Raises:
+        ValueError: a setting is out of range, or a shard cuts a block of a parameter.
+        TypeError: a parameter is not real.
+        NotImplementedError: two mesh axes cut the columns of a parameter, or the rows of its tiles.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        block: int = 256,
+        bits: Bits = 8,
+        format: Format = "dynamic",
+        second_moment: Literal["v", "sqrt"] | None = None,
+        tile: tuple[int, int] | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        min_numel: int = 4096,
+    ) -> None:
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "block": block,
+            "bits": bits,
+            "format": format,
+            "second_moment": second_moment,
+            "tile": tile,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+            "min_numel": min_numel,
+        }
+        super().__init__(params, algorithm="adamw8bit", algorithms=_algorithms(None), settings=settings)
+
+
 def _algorithms(orthogonalize: Orthogonalize | None) -> dict[str, Algorithm]:
-    return {"muon": MuonAlgorithm(orthogonalize), "adamw": AdamWAlgorithm()}
+    return {
+        "muon": MuonAlgorithm(orthogonalize),
+        "adamw": AdamWAlgorithm(),
+        "adamw8bit": AdamW8bitAlgorithm(),
+    }

@@ -61,19 +61,14 @@ class Placed:
 
     def zeros(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of zeros on the same ranks, laid out by `layout`."""
-        return zeros_on(self.mesh, self.me, layout, dtype, device)
-
-
-def zeros_on(
-    mesh: DeviceMesh | None, me: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A tensor of zeros laid out by `layout` on `mesh`, where this rank is at `me`; plain without a mesh."""
-    local = torch.zeros(local_shape(layout, me), dtype=dtype, device=device)
-    if mesh is None:
-        return local
-    is_ragged = any(isinstance(placement, RaggedShard) for placement in layout.placements)
-    shape, kind = torch.Size(layout.shape), RaggedTensor if is_ragged else DTensor
-    return kind.from_local(local, mesh, layout.placements, shape=shape, stride=contiguous_stride(shape))
+        local = torch.zeros(local_shape(layout, self.me), dtype=dtype, device=device)
+        if self.mesh is None:
+            return local
+        is_ragged = any(isinstance(placement, RaggedShard) for placement in layout.placements)
+        shape, kind = torch.Size(layout.shape), RaggedTensor if is_ragged else DTensor
+        return kind.from_local(
+            local, self.mesh, layout.placements, shape=shape, stride=contiguous_stride(shape)
+        )
 
 
 def placed(name: str, param: Tensor) -> Placed:

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardkit._torch import strided_shard
 from shardkit.boxes import Layout, local_boxes, local_shape
-from shardkit.optim.placed import local, zeros_on
+from shardkit.optim.placed import Placed
 from shardkit.placement import RaggedShard, contiguous_stride
-from shardkit.specs import coordinate_of
 
 
 class Rows(NamedTuple):
@@ -58,37 +58,35 @@ def num_cols(shape: Sequence[int]) -> int:
     return math.prod(shape[row_dims(shape) :])
 
 
-def rows_of(param: Tensor, tile_rows: int) -> Rows:
+def rows_of(at: Placed, tile_rows: int) -> Rows:
     """The rows that this rank holds, each cut at most at the edge of a block of columns.
 
     Args:
-        param: a parameter that `require_whole_blocks` accepts.
+        at: of a parameter that `require_whole_blocks` accepts.
         tile_rows: rows that share a scale.
     """
-    shape, part = tuple(param.shape), local(param)
-    count, layout = row_dims(shape), layout_of_param(param)
+    layout, shape = at.layout, at.layout.shape
+    count = row_dims(shape)
     uncut = tuple(Replicate() if cuts(p, len(shape) - 1, shape) else p for p in layout.placements)
-    by_row = Layout((*shape[:count], 1), layout.mesh_shape, uncut)
-    numbers = places(by_row, _coordinate(param)).view(-1)
-    boxes = local_boxes(layout, _coordinate(param))
+    numbers = places(replace(layout, shape=(*shape[:count], 1), placements=uncut), at.me).view(-1)
+    boxes = local_boxes(layout, at.me)
     first_col = boxes[0].offset[-1] if boxes and len(shape) < 4 else 0
-    local_cols = num_cols(shape) if len(shape) > 3 else part.shape[-1]
+    local_cols = num_cols(shape) if len(shape) > 3 else local_shape(layout, at.me)[-1]
     scale_of_row = None
     if tile_rows > 1:
         matrix_rows = shape[count - 1]
         tiles = (
             numbers // matrix_rows * math.ceil(matrix_rows / tile_rows) + numbers % matrix_rows // tile_rows
         )
-        scale_of_row = torch.unique_consecutive(tiles, return_inverse=True)[1].to(part.device)
-    first_place = (numbers * num_cols(shape) + first_col).to(part.device)
+        scale_of_row = torch.unique_consecutive(tiles, return_inverse=True)[1].to(at.device)
+    first_place = (numbers * num_cols(shape) + first_col).to(at.device)
     return Rows(len(numbers), local_cols, first_place, scale_of_row)
 
 
-def elements_of(param: Tensor) -> Rows:
+def elements_of(at: Placed) -> Rows:
     """The local elements, each as a row of its own: for parameters that are not stored in blocks."""
-    part = local(param)
-    first_place = places(layout_of_param(param), _coordinate(param)).view(-1).to(part.device)
-    return Rows(part.numel(), 1, first_place, None)
+    first_place = places(at.layout, at.me).view(-1).to(at.device)
+    return Rows(len(first_place), 1, first_place, None)
 
 
 def places(layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
@@ -103,24 +101,20 @@ def places(layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
     return found
 
 
-def zeros_in_rows(param: Tensor, cols: int, *, tile_rows: int, dtype: torch.dtype) -> Tensor:
-    """Zeros of `cols` columns a row, or a tile of rows, laid out as the rows of `param`."""
-    shape, count = tuple(param.shape), row_dims(param.shape)
+def zeros_in_rows(at: Placed, cols: int, *, tile_rows: int, dtype: torch.dtype) -> Tensor:
+    """Zeros of `cols` columns a row, or a tile of rows, laid out as the rows of a parameter."""
+    shape, count = at.layout.shape, row_dims(at.layout.shape)
     num_tiles = math.ceil(shape[count - 1] / tile_rows)
-    state_shape = (*shape[: count - 1], num_tiles, cols)
-    of_param = layout_of_param(param)
-    placements = tuple(_of_tiles(placement, shape, tile_rows) for placement in of_param.placements)
-    layout = Layout(state_shape, of_param.mesh_shape, placements)
-    mesh = param.device_mesh if isinstance(param, DTensor) else None
-    return zeros_on(mesh, _coordinate(param), layout, dtype, local(param).device)
+    placements = tuple(_of_tiles(placement, shape, tile_rows) for placement in at.layout.placements)
+    layout = Layout((*shape[: count - 1], num_tiles, cols), at.layout.mesh_shape, placements)
+    return at.zeros(layout, dtype, at.device)
 
 
-def require_whole_blocks(name: str, param: Tensor, *, block: int, tile_rows: int) -> None:
+def require_whole_blocks(at: Placed, *, block: int, tile_rows: int) -> None:
     """Raise unless every rank holds whole blocks of the rows of a parameter.
 
     Args:
-        name: for the message.
-        param: two dims or more.
+        at: of a parameter of two dims or more.
         block: columns in a block.
         tile_rows: rows in a block.
 
@@ -128,11 +122,10 @@ def require_whole_blocks(name: str, param: Tensor, *, block: int, tile_rows: int
         ValueError: a shard boundary cuts a block.
         NotImplementedError: two mesh axes cut the dim along which the blocks lie.
     """
-    if not isinstance(param, DTensor):
-        return
-    shape, count, mesh = tuple(param.shape), row_dims(param.shape), param.device_mesh
-    cut = [(axis, p) for axis, p in enumerate(param.placements) if not isinstance(p, Replicate)]
-    fact = f"param {name!r}: shape {shape} placed {param.placements}"
+    layout, shape = at.layout, at.layout.shape
+    count = row_dims(shape)
+    cut = [(axis, p) for axis, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
+    fact = f"param {at.name!r}: shape {shape} placed {layout.placements}"
     for dim, edge in ((len(shape) - 1, block), (count - 1, tile_rows)):
         if edge > 1 and sum(cuts(placement, dim, shape) for _, placement in cut) > 1:
             raise NotImplementedError(
@@ -140,7 +133,7 @@ def require_whole_blocks(name: str, param: Tensor, *, block: int, tile_rows: int
                 "one of them, or give it a group of its own with min_numel above its size, keeping float32."
             )
     for axis, placement in cut:
-        if not _keeps_blocks(placement, shape, mesh.size(axis), block, tile_rows):
+        if not _keeps_blocks(placement, shape, layout.mesh_shape[axis], block, tile_rows):
             wish = f"Blocks({tile_rows})" if tile_rows > 1 else "Blocks()"
             raise ValueError(
                 f"{fact} has blocks of {tile_rows} x {block} on two ranks. Shard it by whole rows, with "
@@ -157,17 +150,6 @@ def cuts(placement: Placement, dim: int, shape: Sequence[int]) -> bool:
     if strided is not None:
         return strided[0] % len(shape) == dim
     return isinstance(placement, Shard) and placement.dim % len(shape) == dim
-
-
-def layout_of_param(param: Tensor) -> Layout:
-    """Where the parts of a parameter lie; a plain tensor is whole."""
-    if isinstance(param, DTensor):
-        return Layout(tuple(param.shape), tuple(param.device_mesh.shape), param.placements)
-    return Layout(tuple(param.shape), (), ())
-
-
-def _coordinate(param: Tensor) -> tuple[int, ...]:
-    return coordinate_of(param.device_mesh) if isinstance(param, DTensor) else ()
 
 
 def _keeps_blocks(

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkit.optim.adamw8bit import MOMENTS, AdamW8bit, Held
+from shardkit.optim.adamw8bit import MOMENTS, Held, held_of
 from shardkit.optim.blockwise import BlockFormat, Quantized
+from shardkit.optim.optimizers import AdamW8bit
+from shardkit.optim.placed import placed
 
 State = dict[str, Tensor]
 
@@ -48,8 +50,10 @@ def convert_torchao_state(state_dict: Mapping[str, Any], optimizer: AdamW8bit) -
             )
         mine |= {key: theirs[key] for key in ("lr", "betas", "eps", "weight_decay")}
     pairs = [pair for mine, theirs in groups for pair in zip(mine["params"], theirs["params"], strict=True)]
-    for (mine_id, their_id), held in zip(pairs, optimizer.held(), strict=True):
+    params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    for (mine_id, their_id), (param, group) in zip(pairs, params, strict=True):
         if their_id in state_dict["state"]:
+            held = held_of(placed(str(mine_id), param), group)
             own["state"][mine_id] = _converted(state_dict["state"][their_id], own["state"][mine_id], held)
     return own
 
@@ -62,7 +66,7 @@ def _converted(theirs: Mapping[str, Any], mine: State, held: Held) -> State:
         codes = mine[moment if held.formats is None else f"{moment}_codes"]
         if value.shape != codes.shape:
             raise ValueError(
-                f"param {held.name!r}: its shape is {tuple(codes.shape)}, torchao's {tuple(value.shape)}. "
+                f"param {held.at.name!r}: its shape is {tuple(codes.shape)}, torchao's {tuple(value.shape)}. "
                 "Make both optimizers of the same parameters."
             )
         if held.formats is None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit import Blocks, fully_shard, materialize_
-from shardkit.optim import AdamW, Muon
+from shardkit.optim import AdamW, AdamW8bit, Muon
 from shardkit.optim.optimizer import ShardedOptimizer
 from tests.parity.test_muon import give_grads, matrices
 from tests.support.ranks import errors_on_all_ranks, run_ranks
@@ -41,7 +41,8 @@ def mixed(model: nn.Module, **settings: object) -> Muon:
     named = list(model.named_parameters())
     groups = [
         {"params": named[:2]},
-        {"params": named[2:], "algorithm": "adamw"},
+        {"params": named[2:3], "algorithm": "adamw"},
+        {"params": named[3:], "algorithm": "adamw8bit"},
     ]
     return Muon(groups, lr=0.01, row_norm_beta2=0.95, **settings)
 
@@ -50,7 +51,10 @@ def sharded_weights(world_size: int, wish: Blocks | None, on_meta: bool = False)
     with torch.device("meta" if on_meta else "cpu"):
         model = Weights()
     mesh = init_device_mesh("cpu", (world_size,))
-    return fully_shard(model, mesh, shard_placement_fn=lambda param: wish)
+    whole_rows = None if wish is None else Blocks()  # for AdamW8bit
+    return fully_shard(
+        model, mesh, shard_placement_fn=lambda param: whole_rows if param.shape == SHAPES[3] else wish
+    )
 
 
 def steps(optimizer: ShardedOptimizer, *numbers: int) -> None:
@@ -76,6 +80,32 @@ def assert_equal(one: ShardedOptimizer, other: ShardedOptimizer) -> None:
 
 def here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("wish", WISHES, ids=str)
+def test_one_optimizer_of_three_algorithms_steps_as_three_optimizers(
+    wish: Blocks | None, world_size: int
+) -> None:
+    def run(rank: int, world_size: int) -> None:
+        models = [sharded_weights(world_size, wish) for _ in range(2)]
+        one, named = mixed(models[0]), list(models[1].named_parameters())
+        three = [
+            Muon(named[:2], lr=0.01, row_norm_beta2=0.95),
+            AdamW(named[2:3], lr=0.01, weight_decay=0.1),
+            AdamW8bit(named[3:], lr=0.01, weight_decay=0.1),
+        ]
+        for step in (1, 2, 3):
+            for model in models:
+                params = list(model.parameters())
+                give_grads(params, matrices(step, SHAPES))
+            for optimizer in (one, *three):
+                optimizer.step()
+        for param, twin in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(here(param), here(twin))
+        assert "2 parameters elementwise" in str(one.plan())
+
+    run_ranks(run, world_size)
 
 
 def test_settings_of_a_loaded_state_dict_are_those_of_the_next_steps() -> None:
@@ -139,6 +169,10 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][0]["row_variance"]
     with pytest.raises(ValueError, match=r"'w0': expected its row_variance to be \(96, 1\), got nothing"):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][2]["block"] = 128
+    with pytest.raises(ValueError, match=r"group 2: this optimizer has block=256, .* with 128"):
         optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][1]["algorithm"] = "muon"
@@ -226,7 +260,7 @@ def test_a_refused_group_is_left_out() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             optimizer.add_param_group({"params": params})
-    assert len(optimizer.param_groups) == 2 and len(optimizer.state) == 4
+    assert len(optimizer.param_groups) == 3 and len(optimizer.state) == 4
     steps(optimizer, 1)
 
 

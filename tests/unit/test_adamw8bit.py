@@ -249,7 +249,7 @@ def test_wrong_parameters_gradients_and_states_are_named() -> None:
     with pytest.raises(TypeError, match="'mask'"):
         AdamW8bit([("mask", torch.ones(3, dtype=torch.int64))])
     with pytest.raises(ValueError, match="'w' is on meta"):
-        AdamW8bit([("w", nn.Parameter(torch.ones(3, device="meta")))])
+        AdamW8bit([("w", nn.Parameter(torch.ones(3, device="meta")))]).step()
     with pytest.raises(ValueError, match="'w' is not contiguous"):
         AdamW8bit([("w", nn.Parameter(torch.ones(3, 4).T))])
     param = nn.Parameter(torch.ones(64, 64))
