@@ -134,7 +134,7 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        kept = ("algorithm", "algorithms", "placing", "bucket_bytes", "missing_grads")
+        kept = ("algorithm", "algorithms", "placing", "bucket_bytes", "missing_grads", "replicas")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_members": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
