@@ -7,7 +7,7 @@ needs a rule here, and one without raises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -40,12 +40,8 @@ def route_params(model: nn.Module, overrides: Mapping[str, RouteName] | None = N
     seen: dict[Tensor, str] = {}
     used: set[str] = set()
     shared = {name: param for name, param in model.named_parameters(remove_duplicate=False)}
-    embedded = {
-        param
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for param in module.parameters(recurse=False)
-    }
+    embedded = dict.fromkeys(_params_of(model, nn.Embedding, nn.EmbeddingBag))
+    head = _head(model, list(embedded))
     for name, param in shared.items():
         if not param.requires_grad or param in seen:
             continue
@@ -56,6 +52,8 @@ def route_params(model: nn.Module, overrides: Mapping[str, RouteName] | None = N
             routed[name] = Routed(overrides[chosen], f"override {chosen!r}")
         elif param in embedded:
             routed[name] = Routed("adamw", "an embedding")
+        elif param is head:
+            routed[name] = Routed("adamw", "an output head: the only layer shaped as the embedding")
         else:
             routed[name] = _route(model, name, param)
     if unused := [key for key in overrides if key not in used]:
@@ -84,6 +82,22 @@ def split_params(
             named = [(name, params[name]) for name in names]
             groups.append({"params": named, "algorithm": algorithm, "reasons": reasons})
     return groups
+
+
+def _params_of(model: nn.Module, *kinds: type[nn.Module]) -> list[nn.Parameter]:
+    """The own parameters of modules of these kinds."""
+    return [
+        param for module in model.modules() if isinstance(module, kinds) for param in module.parameters(False)
+    ]
+
+
+def _head(model: nn.Module, embedded: Sequence[Tensor]) -> Tensor | None:
+    """The layer that gives a logit for every row of the largest embedding, whatever it is called."""
+    if not embedded:
+        return None
+    shape = max(embedded, key=lambda param: param.shape[0]).shape
+    alike = [param for param in _params_of(model, nn.Linear) if param.shape == shape]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _route(model: nn.Module, name: str, param: Tensor) -> Routed:

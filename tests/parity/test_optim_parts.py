@@ -39,6 +39,26 @@ def test_embeddings_heads_and_vectors_are_not_sent_to_muon() -> None:
     assert algorithms(Experts())["weight"] == algorithms(ConvNet())["conv.weight"] == "muon"
 
 
+class Renamed(nn.Module):
+    """An embedding of 40 rows, layers of `shapes`, and nothing called a head."""
+
+    def __init__(self, *shapes: tuple[int, int]) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(16, 16)
+        self.words = nn.Embedding(40, 16)
+        self.layers = nn.Sequential(*(nn.Linear(cols, rows, bias=False) for rows, cols in shapes))
+
+
+def test_an_output_head_is_known_by_its_shape_where_only_it_has_that_of_the_embedding() -> None:
+    routed = route_params(Renamed((16, 16), (40, 16)))
+    assert routed["layers.0.weight"] == ("muon", "a matrix")
+    assert routed["layers.1.weight"] == (
+        "adamw",
+        "an output head: the only layer shaped as the embedding",
+    )
+    assert algorithms(Renamed((40, 16), (40, 16)))["layers.1.weight"] == "muon"
+
+
 def test_groups_go_into_one_optimizer_with_reasons() -> None:
     groups = split_params(Transformer(), overrides={"blocks.0": "adamw"})
     assert [group["algorithm"] for group in groups] == ["muon", "adamw"]
