@@ -97,9 +97,18 @@ class ShardedOptimizer(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with real state for what is real."""
+        """As torch's, with real state for what is real, and without settings that are dtypes or functions.
+
+        torch gathers no state dict with those in it; the optimizer that loads it has its own.
+        """
         self._settle()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            for key in [
+                key for key, value in group.items() if isinstance(value, torch.dtype) or callable(value)
+            ]:
+                del group[key]
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, of an optimizer with the same algorithms and layouts.

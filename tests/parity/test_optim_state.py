@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit import Blocks, fully_shard, materialize_
+from shardkit.checkpoint import set_optimizer_state_dict
 from shardkit.optim import AdamW, AdamW8bit, Muon
 from shardkit.optim.optimizer import ShardedOptimizer
 from tests.parity.test_muon import give_grads, matrices
@@ -36,7 +39,7 @@ class Weights(nn.Module):
             nn.init.ones_(param)
 
 
-def mixed(model: nn.Module, **settings: object) -> Muon:
+def mixed(model: nn.Module, lr: float = 0.01, **settings: object) -> Muon:
     """Every algorithm in one optimizer."""
     named = list(model.named_parameters())
     groups = [
@@ -44,7 +47,7 @@ def mixed(model: nn.Module, **settings: object) -> Muon:
         {"params": named[2:3], "algorithm": "adamw"},
         {"params": named[3:], "algorithm": "adamw8bit"},
     ]
-    return Muon(groups, lr=0.01, row_norm_beta2=0.95, **settings)
+    return Muon(groups, lr=lr, row_norm_beta2=0.95, **settings)
 
 
 def sharded_weights(world_size: int, wish: Blocks | None, on_meta: bool = False) -> Weights:
@@ -271,3 +274,37 @@ def test_all_algorithms_of_an_optimizer_step_upwards_together() -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert all(param.mean() > 1 for param in model.parameters())
+
+
+def through_a_full_state_dict(
+    rank: int, world_size: int, wish: Blocks | None, path: str
+) -> list[dict[str, object]]:
+    """Saved by rank 0 as one process would, and loaded into a fresh model and optimizer."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model = sharded_weights(world_size, wish)
+    optimizer = mixed(model, ns_dtype=torch.float32, adjust_lr=lambda rows, cols: 0.1)
+    steps(optimizer, 1, 2)
+    full = get_optimizer_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save(full, path)
+        assert full["state"]["w0"]["momentum_buffer"].shape == SHAPES[0]
+    torch.distributed.barrier()
+    twin = sharded_weights(world_size, wish)
+    twin.load_state_dict(model.state_dict())
+    other = mixed(twin, ns_dtype=torch.float32, adjust_lr=lambda rows, cols: 0.1, lr=1.0)
+    set_optimizer_state_dict(twin, other, torch.load(path, weights_only=True), options=options)
+    assert other.param_groups[0]["ns_dtype"] == torch.float32
+    for one in (optimizer, other):
+        for group in one.param_groups:
+            group.pop("adjust_lr", None)  # two functions
+    assert_equal(optimizer, other)
+    return [{k: v for k, v in group.items() if k != "params"} for group in full.get("param_groups", [])]
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_full_state_dicts_are_gathered_by_torch_and_loaded_anywhere(
+    wish: Blocks | None, tmp_path: Path
+) -> None:
+    groups = run_ranks(through_a_full_state_dict, 3, wish, str(tmp_path / "full.pt"))[0]
+    assert "ns_dtype" not in groups[0]
+    assert groups[0]["momentum"] == 0.95
