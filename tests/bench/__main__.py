@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import host, optim, padding, peak, sharded_optim, step, traffic
+from tests.bench import eightbit, host, optim, padding, peak, sharded_optim, step, traffic
 from tests.bench.table import as_json, print_table
 
 # A section has a TITLE, `measure(num_launches)` and `rows(samples)`.
@@ -20,6 +20,7 @@ SECTIONS = {
     "host": host,
     "optim": optim,
     "sharded-optim": sharded_optim,
+    "eightbit": eightbit,
     "peak": peak,
     "traffic": traffic,
     "padding": padding,

@@ -50,9 +50,10 @@ def compare(case: str, samples: Samples, unit: str, bars: Sequence[Bar]) -> list
     for implementation, quantities in samples.items():
         for quantity in quantities:
             mine = [b for b in bars if (b.implementation, b.quantity) == (implementation, quantity)]
-            against_fsdp2 = [b for b in mine if b.of == "fsdp2"] or [None]
-            for bar in (*against_fsdp2, *(b for b in mine if b.of != "fsdp2")):
-                rows.append(_row(case, samples, implementation, quantity, unit, bar))
+            mine.sort(key=lambda bar: bar.of != "fsdp2")
+            if not mine or ("fsdp2" in samples and mine[0].of != "fsdp2"):
+                rows.append(_row(case, samples, implementation, quantity, unit, None))
+            rows += [_row(case, samples, implementation, quantity, unit, bar) for bar in mine]
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from types import ModuleType
 
 import pytest
@@ -15,18 +14,15 @@ from shardkit.optim.batches import Piece, batches_of_rows
 from shardkit.optim.blockwise import BlockFormat
 from shardkit.optim.codes import code_map, decode, encode, pack_nibbles, unpack_nibbles
 from shardkit.optim.rounding import random_bits, round_stochastically
+from tests.support.torchao import eager_adam
 
 SHAPES = [(64, 256), (100, 512), (32,), (3, 64, 256), (16, 16, 4, 4), (70, 1)]
 
 
 def torchao() -> ModuleType:
-    """The oracle, eager: one small compilation for each parameter would take minutes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adam = pytest.importorskip("torchao.optim.adam", reason="the oracle, torchao, is not installed")
-    adam.torch = ModuleType("eager")
-    vars(adam.torch).update({**vars(torch), "compile": lambda fn, **_: fn})
-    return adam
+    """The oracle."""
+    pytest.importorskip("torchao", reason="the oracle, torchao, is not installed")
+    return eager_adam()
 
 
 def params_of(

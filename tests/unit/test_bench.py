@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.bench import host, step, traffic
+from tests.bench import eightbit, host, step, traffic
 from tests.bench.implementations import interleave
 from tests.bench.peak import LiveBytes
 from tests.bench.table import Bar, Samples, as_json, compare, print_table
@@ -122,3 +122,25 @@ def test_a_collective_too_many_misses_its_bar() -> None:
     samples = {"shardkit": exact, "shardkit-ragged": exact | {"all-gathers": [13 / 6]}}
     missed = [row for row in traffic.rows({True: samples}) if row.met is False]
     assert [(row.implementation, row.quantity) for row in missed] == [("shardkit-ragged", "all-gathers")]
+
+
+def test_a_bar_of_another_reference_needs_no_row_beside_it() -> None:
+    samples: Samples = {"torchao": {"step": [2.0, 4.0]}, "shardkit": {"step": [1.0, 3.0]}}
+    rows = compare("case", samples, "ms", [Bar("shardkit", "step", 1.05, of="torchao")])
+    assert [(row.implementation, row.ratio, row.met) for row in rows] == [
+        ("torchao", None, None),
+        ("shardkit", 0.625, True),
+    ]
+
+
+def test_an_oracle_that_is_not_installed_is_said_to_be_missing() -> None:
+    ours: Samples = {"shardkit": {"step": [1.0]}}
+    both: Samples = ours | {"torchao": {"step": [0.5]}}
+    num_bytes: Samples = {"shardkit": {"state": [2.2]}}
+    without, with_it = (
+        eightbit.rows({case: samples for case in eightbit.SHAPES} | {eightbit.BYTES_CASE: num_bytes})
+        for samples in (ours, both)
+    )
+    assert all("torchao is not installed" in row.case for row in without[:-1])
+    assert [row.met for row in without] == [None, None, False]
+    assert [row.met for row in with_it if row.implementation == "shardkit"] == [False, False, False]
