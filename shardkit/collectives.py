@@ -180,13 +180,19 @@ def all_to_all(
         receives: contiguous tensors by group rank, none of it this rank's own.
         sends: the same; they must not change before `wait` returns.
         back: True for the answers, which have a tag of their own.
+
+    Raises:
+        CollectiveTimeoutError: a peer has died.
     """
     group, tag = route.group, route.tag + back
     if _active:
         _count("all_to_all", sum(tensor.nbytes for tensor in sends.values()))
     if route.backend == "gloo":
-        works = [group.recv([tensor], peer, tag) for peer, tensor in receives.items()]
-        works += [group.send([tensor], peer, tag) for peer, tensor in sends.items()]
+        try:
+            works = [group.recv([tensor], peer, tag) for peer, tensor in receives.items()]
+            works += [group.send([tensor], peer, tag) for peer, tensor in sends.items()]
+        except RuntimeError as error:
+            raise _who_is_missing("all_to_all", label, route, error) from error
         return Pending(works, "all_to_all", label, route)
     ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives.items()]
     ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends.items()]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardkit.boxes import Box
 from shardkit.collectives import Pending, Route, all_to_all
+from shardkit.errors import CollectiveTimeoutError
 from shardkit.optim.messages import Bucket, Message, Part, Schedule, schedule_of
 from shardkit.optim.planning import StepPlan
 
@@ -75,6 +76,9 @@ class Engine:
         """Gather, work on, and return the pieces at these places of the plan.
 
         Collective over the plan's ranks: all must call, with the same places.
+
+        Raises:
+            CollectiveTimeoutError: a peer died or did not come; it names the peers and the pieces.
         """
         schedule = self._schedule(tuple(active))
         to_start, gathers, returns = deque(schedule.traveling), deque[_Flight](), deque[_Flight]()
@@ -84,7 +88,7 @@ class Engine:
             self._keep(work, bucket, self._compute(work, bucket, {}))
         while gathers:
             flight = gathers.popleft()
-            flight.pending.wait()
+            self._wait(flight)
             if to_start:
                 gathers.append(self._gather(work, to_start.popleft()))
             returns.append(self._return(work, flight))
@@ -123,8 +127,8 @@ class Engine:
 
     def _finish(self, work: Work, flight: _Flight) -> None:
         """Use what came back."""
-        flight.pending.wait()
-        for message in flight.bucket.return_receives:
+        self._wait(flight)
+        for message in flight.receives:
             for part in message.parts:
                 values = part.of_message(flight.arriving[message.peer])
                 work.write(part.place, part.field, part.box, values)
@@ -157,14 +161,38 @@ class Engine:
         arriving = {message.peer: self._buffer(message) for message in receives}
         group_ranks, route = self.ranks.group_ranks, self.ranks.route
         assert route is not None
-        pending = all_to_all(
-            {group_ranks[peer]: buffer for peer, buffer in arriving.items()},
-            {group_ranks[peer]: buffer for peer, buffer in sends.items()},
-            route,
-            "optimizer step",
-            back=back,
+        try:
+            pending = all_to_all(
+                {group_ranks[peer]: buffer for peer, buffer in arriving.items()},
+                {group_ranks[peer]: buffer for peer, buffer in sends.items()},
+                route,
+                "optimizer step",
+                back=back,
+            )
+        except CollectiveTimeoutError as error:
+            raise self._missed(error, receives) from error
+        return _Flight(bucket, pending, arriving, receives, tuple(sends.values()))
+
+    def _wait(self, flight: _Flight) -> None:
+        try:
+            flight.pending.wait()
+        except CollectiveTimeoutError as error:
+            raise self._missed(error, flight.receives) from error
+
+    def _missed(self, error: CollectiveTimeoutError, receives: Sequence[Message]) -> CollectiveTimeoutError:
+        """The error, with what should have come and from whom."""
+        route = self.ranks.route
+        assert route is not None
+        ranks = dist.get_process_group_ranks(route.group)
+        peers = sorted(ranks[self.ranks.group_ranks[message.peer]] for message in receives)
+        places = dict.fromkeys(part.place for message in receives for part in message.parts)
+        names = [self.plan.assignments[place].piece.name for place in places]
+        what = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        waited = f"It waited for {what} from ranks {peers}. " if names else ""
+        return CollectiveTimeoutError(
+            f"{error} {waited}Every rank must call step() as often as the others, with gradients of the same "
+            "parameters."
         )
-        return _Flight(bucket, pending, arriving, tuple(sends.values()))
 
     def _buffer(self, message: Message) -> Tensor:
         return torch.empty(message.nbytes, dtype=torch.uint8, device=self.device)
@@ -177,6 +205,7 @@ class _Flight:
     bucket: Bucket
     pending: Pending
     arriving: dict[int, Tensor]
+    receives: Sequence[Message]
     leaving: tuple[Tensor, ...]
 
 

@@ -1,0 +1,142 @@
+"""Ranks that die in an optimizer step or stay away from it: a named error on the others, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import shardkit.optim.teams
+from shardkit import Blocks, fully_shard
+from shardkit.agreement import check_agreement
+from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
+from shardkit.optim import Muon
+from tests.parity.test_muon import Net, give_grads, matrices, sharded
+from tests.support.ranks import RankError, run_ranks
+
+SHAPES = [(48, 32), (24, 80), (33, 40), (64, 64)]
+TIMEOUT_S = 6.0  # of the ranks; their group's is a little less
+SOON_S = 3.0
+
+
+def build(world_size: int, *, replicated: bool = False, **settings: object) -> Muon:
+    mesh = init_device_mesh("cpu", (world_size,))
+    placement = Replicate() if replicated else Shard(0)
+    params = sharded(matrices(0, SHAPES), mesh, lambda i, shape: [placement])
+    named = [(f"w{i}", param) for i, param in enumerate(params)]
+    optimizer = Muon(named, placement="owner", **settings)
+    give_grads(params, matrices(1, SHAPES))
+    return optimizer
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_before_the_step(optimizer: Muon, rank: int) -> None:
+    if rank == 1:
+        die()
+    time.sleep(0.3)  # its connections are closed by now
+    optimizer.step()
+
+
+def dies_while_it_works(optimizer: Muon, rank: int) -> None:
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dies", [dies_before_the_step, dies_while_it_works])
+def test_the_others_learn_at_once_that_a_rank_died(dies: Callable[[Muon, int], None], tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        num_calls = 0
+
+        def orthogonalize(stack: object) -> object:
+            nonlocal num_calls
+            num_calls += 1
+            if rank == 1 and num_calls > len(SHAPES):
+                die()
+            return stack
+
+        optimizer = build(world_size, orthogonalize=orthogonalize, bucket_bytes=1000)
+        optimizer.step()
+        num_calls += len(SHAPES)
+        start = time.monotonic()
+        try:
+            dies(optimizer, rank)
+        except Exception as error:
+            told = f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}"
+            (tmp_path / f"rank-{rank}").write_text(told)
+            raise  # and leave, as a program would, so that no other rank waits for this one
+
+    with pytest.raises(RankError, match="A peer died"):
+        run_ranks(run, 3)
+    for rank in (0, 2):
+        seconds, message = (tmp_path / f"rank-{rank}").read_text().split("\n", 1)
+        assert float(seconds) < SOON_S, message
+        assert message.startswith("CollectiveTimeoutError: optimizer step: all_to_all over ranks [0, 1, 2] ")
+        assert f"failed on rank {rank}" in message and "Every rank must call step()" in message
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_rank_that_skips_a_step_is_waited_for_by_name(replicated: bool) -> None:
+    """Replicas that share wait for each other too."""
+
+    def run(rank: int, world_size: int) -> str:
+        optimizer = build(world_size, replicated=replicated, replicas="shared")
+        optimizer.step()
+        if rank == 1:
+            return "skipped"
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    first, _ = run_ranks(run, 2, timeout=TIMEOUT_S)
+    assert "optimizer step: all_to_all over ranks [0, 1] failed on rank 0" in first
+    assert "It waited for 'w" in first and "from ranks [1]" in first
+
+
+def test_a_rank_that_skips_a_step_and_goes_on_is_no_step_behind_the_others() -> None:
+    """As for a loss that was not finite there alone: its next forward cannot be taken for the step."""
+
+    def run(rank: int, world_size: int) -> str:
+        torch.manual_seed(0)
+        model = fully_shard(Net(), shard_placement_fn=lambda param: Blocks())
+        optimizer = Muon(model.named_parameters(), placement="owner")
+        try:
+            for step in range(3):
+                model(torch.ones(2, 12)).sum().backward()
+                if (rank, step) != (1, 1):
+                    optimizer.step()
+                optimizer.zero_grad()
+        except CollectiveTimeoutError as error:
+            return str(error)
+        return "nothing"
+
+    first, second = run_ranks(run, 2, timeout=TIMEOUT_S)
+    assert "optimizer step: all_to_all" in first and "from ranks [1]" in first
+    assert "unit '" in second and "all_gather" in second
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_comes_to_the_first_step_is_named(missing: int) -> None:
+    def run(rank: int, world_size: int) -> str:
+        shardkit.optim.teams.check_agreement = partial(check_agreement, timeout=timedelta(seconds=1))
+        optimizer = build(world_size)
+        if rank == missing:
+            return "stayed away"
+        with pytest.raises(PlanMismatchError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    messages = run_ranks(run, 3, timeout=20)
+    for rank in {0, 1, 2} - {missing}:
+        expected = "ranks [2] of [0, 1, 2] did not bring" if missing else "rank 0 did not compare the plans"
+        assert messages[rank].startswith("optimizer step: ") and expected in messages[rank]
