@@ -74,13 +74,11 @@ class Pending:
         Raises:
             CollectiveTimeoutError: a peer did not take part within the group's timeout, or died.
         """
-        try:
+        with _naming_the_missing(self._kind, self._label, self._route):
             for work in self._works:
                 work.wait()
             if self._then is not None:
                 self._then()
-        except RuntimeError as error:
-            raise _who_is_missing(self._kind, self._label, self._route, error) from error
         self._works, self._then = [], None
 
 
@@ -121,7 +119,9 @@ def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending
     if _active:
         _count("all_gather", (route.group.size() - 1) * row.nbytes)
     if _is_pairwise(route):
-        return Pending(_exchange_rows(output, row, route), "all_gather", label, route)
+        with _naming_the_missing("all_gather", label, route):
+            works = _exchange_rows(output, row, route)
+        return Pending(works, "all_gather", label, route)
     all_gather_single(output, row, route.group)
     return Pending([], "all_gather", label, route)
 
@@ -188,11 +188,9 @@ def all_to_all(
     if _active:
         _count("all_to_all", sum(tensor.nbytes for tensor in sends.values()))
     if route.backend == "gloo":
-        try:
+        with _naming_the_missing("all_to_all", label, route):
             works = [group.recv([tensor], peer, tag) for peer, tensor in receives.items()]
             works += [group.send([tensor], peer, tag) for peer, tensor in sends.items()]
-        except RuntimeError as error:
-            raise _who_is_missing("all_to_all", label, route, error) from error
         return Pending(works, "all_to_all", label, route)
     ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives.items()]
     ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends.items()]
@@ -267,8 +265,11 @@ def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: 
     def receive(step: int) -> dist.Work:
         return group.recv([place(step)], (rank - step) % size, tag)
 
-    receives = {step: receive(step) for step in range(1, min(3, size))}
-    sends = [group.send([rows[(rank + step) % size]], (rank + step) % size, tag) for step in range(1, size)]
+    with _naming_the_missing("reduce_scatter", label, route):
+        receives = {step: receive(step) for step in range(1, min(3, size))}
+        sends = [
+            group.send([rows[(rank + step) % size]], (rank + step) % size, tag) for step in range(1, size)
+        ]
 
     def add_as_they_come() -> None:
         for step in range(1, size):
@@ -282,12 +283,15 @@ def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: 
     return Pending([], "reduce_scatter", label, route, add_as_they_come)
 
 
-def _who_is_missing(
-    kind: str, label: str, route: Route | None, error: RuntimeError
-) -> CollectiveTimeoutError:
-    ranks = [] if route is None else dist.get_process_group_ranks(route.group)
-    return CollectiveTimeoutError(
-        f"{label}: {kind} over ranks {ranks} failed on rank {dist.get_rank()}: {error} A peer died, or did "
-        "not come: it raised an error of its own (look for the first one), skipped this unit, or ran units "
-        "in another order. Let every rank run the same units in the same order."
-    )
+@contextmanager
+def _naming_the_missing(kind: str, label: str, route: Route | None) -> Iterator[None]:
+    """Name the collective in what gloo says of a peer that died, before or after messages are posted."""
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = [] if route is None else dist.get_process_group_ranks(route.group)
+        raise CollectiveTimeoutError(
+            f"{label}: {kind} over ranks {ranks} failed on rank {dist.get_rank()}: {error} A peer died, or "
+            "did not come: it raised an error of its own (look for the first one), skipped this unit, or ran "
+            "units in another order. Let every rank run the same units in the same order."
+        ) from error

@@ -45,6 +45,13 @@ def dies_before_forward(model: nn.Module, rank: int) -> None:
     CASE.loss(model, rank).backward()
 
 
+def dies_well_before_forward(model: nn.Module, rank: int) -> None:
+    if rank == 1:
+        die()
+    time.sleep(0.3)  # its connections are closed before anything is sent
+    CASE.loss(model, rank).backward()
+
+
 def dies_in_forward(model: nn.Module, rank: int) -> None:
     if rank == 1:
         model.layers[1].register_forward_pre_hook(lambda *_: die())
@@ -59,7 +66,9 @@ def dies_in_backward(model: nn.Module, rank: int) -> None:
     CASE.loss(model, rank).backward()
 
 
-@pytest.mark.parametrize("dies", [dies_before_forward, dies_in_forward, dies_in_backward])
+@pytest.mark.parametrize(
+    "dies", [dies_before_forward, dies_well_before_forward, dies_in_forward, dies_in_backward]
+)
 def test_the_others_learn_at_once_that_a_rank_died(
     dies: Callable[[nn.Module, int], None], tmp_path: Path
 ) -> None:
