@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
@@ -110,6 +113,50 @@ def test_qk_clip_shrinks_the_heads_above_the_bound_on_every_rank() -> None:
         qk_clip_([Projection("q", query, logits[0], 5)])
     with pytest.raises(ValueError, match="expected tau > 0"):
         qk_clip_([], tau=0.0)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_qk_clip_asks_for_all_maxima_of_all_layers_at_once(power: float) -> None:
+    """One all-reduce, whatever the layers; a loop over heads says what each becomes; nothing becomes nan."""
+    nan, tau = float("nan"), 90.0
+    weights = matrices(0, [(12, 5), (8, 6), (6, 5)])
+    num_heads = [4, 2, 3]
+    logits = [
+        [[100.0, 0.0, -1.0, nan], [nan, nan], [1e4, -1e4, 3.0]],
+        [[99.0, nan, -5.0, 91.0], [nan, 0.0], [1.0, nan, 4.0]],
+    ]
+    expected = [weight.clone() for weight in weights]
+    for layer, weight in enumerate(expected):
+        for head in range(num_heads[layer]):
+            seen = [of_rank[layer][head] for of_rank in logits if not math.isnan(of_rank[layer][head])]
+            largest = max(seen, default=-math.inf)
+            factor = min(1.0, tau / largest) ** power if largest > 0 else 1.0
+            rows = weight.shape[0] // num_heads[layer]
+            for row in range(head * rows, (head + 1) * rows):
+                weight[row] = weight[row] * factor
+
+    def run(rank: int, world_size: int) -> None:
+        mesh, asked = init_device_mesh("cpu", (2,)), []
+        all_reduce = dist.all_reduce
+
+        def count(tensor: Tensor, op: dist.ReduceOp, **kwargs: object) -> object:
+            asked.append((tensor.numel(), op))
+            return all_reduce(tensor, op, **kwargs)
+
+        dist.all_reduce = count  # of this forked rank
+        placements = [RaggedShard((0, 1), (23, 37)), Shard(0), Shard(1)]
+        laid = [distribute_tensor(w, mesh, [p]) for w, p in zip(weights, placements, strict=True)]
+        projections = [
+            Projection(f"layers.{i}.q", laid[i], torch.tensor(logits[rank][i]), num_heads[i], power)
+            for i in range(3)
+        ]
+        qk_clip_(projections, tau=tau)
+        assert asked == [(9, dist.ReduceOp.MAX)]
+        for got, whole in zip(laid, expected, strict=True):
+            assert got.full_tensor().isfinite().all()
+            torch.testing.assert_close(got.full_tensor(), whole, rtol=1e-6, atol=0)
+
+    run_ranks(run, 2)
 
 
 def test_momentum_of_other_muons_goes_on_here() -> None:
