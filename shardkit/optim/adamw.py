@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,11 @@ DEFAULTS: Mapping[str, object] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 1e-2,
+    "amsgrad": False,
     "maximize": False,
     "fused": False,
 }
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # the last with amsgrad alone
 SMALL_NUMEL = 1 << 16  # what is copied to save calls; beyond it a call is cheaper than a copy
 
 
@@ -43,12 +46,12 @@ class AdamWAlgorithm:
             raise ValueError(f"eps: expected a number >= 0, got {group['eps']}.")
 
     def init_state(self, at: Placed, param: Tensor, group: Group) -> dict[str, Tensor]:
-        """torch.optim.AdamW's: `step`, a float32 number, and two tensors like the parameter."""
+        """torch.optim.AdamW's: `step`, a float32 number, and two or three tensors like the parameter."""
         step_device = param.device if group["fused"] else torch.device("cpu")
+        moments = MOMENTS if group["amsgrad"] else MOMENTS[:2]
         return {
             "step": torch.zeros((), dtype=torch.float32, device=step_device),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param),
+            **{moment: torch.zeros_like(param) for moment in moments},
         }
 
     def begin(self, targets: Sequence[Target]) -> None:
@@ -70,42 +73,41 @@ class AdamWAlgorithm:
                 small = [target for target in of_step if 0 < target.param.numel() <= SMALL_NUMEL]
                 large = [target for target in of_step if target.param.numel() > SMALL_NUMEL]
                 _step_packed(small, group, step)
-                _step_lists(*_lists(large), group, step)
+                _step_lists(_lists(large, group), group, step)
 
 
-Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # params, grads, exp_avgs, exp_avg_sqs
+class Lists(NamedTuple):
+    """The tensors of several parameters, place by place."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: list[Tensor]  # empty without amsgrad
 
 
-def _lists(targets: Sequence[Target]) -> Lists:
-    return (
-        [target.param for target in targets],
-        [target.grad for target in targets],
-        [target.state["exp_avg"] for target in targets],
-        [target.state["exp_avg_sq"] for target in targets],
-    )
+def _lists(targets: Sequence[Target], group: Group) -> Lists:
+    moments = [[target.state[moment] for target in targets] for moment in MOMENTS[: 2 + group["amsgrad"]]]
+    none: list[list[Tensor]] = [] if group["amsgrad"] else [[]]
+    return Lists([target.param for target in targets], [target.grad for target in targets], *moments, *none)
 
 
 def _step_packed(targets: Sequence[Target], group: Group, step: float) -> None:
     """Step one flat tensor in the place of many small ones."""
+    lists = _lists(targets, group)
     if len(targets) < 2:
-        _step_lists(*_lists(targets), group, step)
+        _step_lists(lists, group, step)
         return
-    lists = _lists(targets)
-    params, grads, exp_avgs, exp_avg_sqs = map(join_flat, lists)
-    _step_lists([params], [grads], [exp_avgs], [exp_avg_sqs], group, step)
-    for tensors, flat in ((lists[0], params), (lists[2], exp_avgs), (lists[3], exp_avg_sqs)):
-        torch._foreach_copy_(tensors, split_flat(flat, tensors))
+    flat = Lists(*([join_flat(tensors)] if tensors else [] for tensors in lists))
+    _step_lists(flat, group, step)
+    for place in (0, 2, 3, 4):  # all but the gradients
+        for stepped in flat[place]:
+            torch._foreach_copy_(lists[place], split_flat(stepped, lists[place]))
 
 
-def _step_lists(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    group: Group,
-    step: float,
-) -> None:
+def _step_lists(lists: Lists, group: Group, step: float) -> None:
     """The equations, in torch.optim.AdamW's order of operations."""
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = lists
     if not params:
         return
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -113,6 +115,9 @@ def _step_lists(
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    if group["amsgrad"]:
+        torch._foreach_maximum_(max_exp_avg_sqs, exp_avg_sqs)
+        exp_avg_sqs = max_exp_avg_sqs
     denominators = torch._foreach_sqrt(exp_avg_sqs)
     torch._foreach_div_(denominators, math.sqrt(1 - beta2**step))
     torch._foreach_add_(denominators, group["eps"])
@@ -125,14 +130,13 @@ def _step_fused(targets: Sequence[Target], group: Group) -> None:
     if not filled:
         return
     torch._fused_adamw_(
-        *_lists(filled),
-        [],
+        *_lists(filled, group),
         [target.state["step"] for target in filled],
         lr=float(group["lr"]),
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         weight_decay=group["weight_decay"],
         eps=group["eps"],
-        amsgrad=False,
+        amsgrad=group["amsgrad"],
         maximize=False,
     )

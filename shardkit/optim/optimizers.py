@@ -106,11 +106,15 @@ class AdamW(ShardedOptimizer):
 
     Args:
         params: tensors, named pairs or groups; groups may set another `algorithm`, as "muon".
-        lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW's.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW's.
+        foreach: for calls that pass torch's; tensors are stepped in lists in any case, and torch's two ways
+            give the same numbers.
+        capturable, differentiable: False; only torch's own can be captured in a CUDA graph or differentiated.
         fused: torch's fused kernel, a little faster and on CPUs not equal to the bit.
 
     Raises:
         ValueError: a setting out of range.
+        NotImplementedError: capturable or differentiable.
     """
 
     def __init__(
@@ -120,17 +124,27 @@ class AdamW(ShardedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
-        fused: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
+        if capturable or differentiable:
+            raise NotImplementedError(
+                "AdamW: capturable=True and differentiable=True are torch.optim.AdamW's alone. Leave them "
+                "out, or use that for these parameters."
+            )
         settings = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
             "maximize": maximize,
-            "fused": fused,
+            "fused": bool(fused),
         }
         super().__init__(params, algorithm="adamw", algorithms=_algorithms(None), settings=settings)
 

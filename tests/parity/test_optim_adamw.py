@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,15 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: i
         optimizer.step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_parameters_and_state_equal_those_of_torch(world_size: int, maximize: bool) -> None:
-    settings = {"lr": 0.01, "weight_decay": 0.1, "maximize": maximize}
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("maximize", "amsgrad"), [(False, False), (True, False), (False, True)])
+def test_parameters_and_state_equal_those_of_torch(
+    world_size: int, maximize: bool, amsgrad: bool, foreach: bool
+) -> None:
+    settings = {"lr": 0.01, "weight_decay": 0.1, "maximize": maximize, "amsgrad": amsgrad}
     whole = [nn.Parameter(v) for v in matrices(0, SHAPES)]
-    reference = torch.optim.AdamW(whole, foreach=True, **settings)
+    reference = torch.optim.AdamW(whole, foreach=foreach, **settings)
     train(reference, whole)
 
     def run(rank: int, world_size: int) -> None:
@@ -45,21 +49,23 @@ def test_parameters_and_state_equal_those_of_torch(world_size: int, maximize: bo
         params = sharded(
             matrices(0, SHAPES), mesh, lambda i, shape: placements_of(i % 2 * 4, shape, world_size)
         )
-        optimizer = AdamW(params, **settings)
+        optimizer = AdamW(params, foreach=foreach, **settings)
         train(optimizer, params)
         for p, q in zip(params, whole, strict=True):
             assert torch.equal(p.full_tensor(), q)
             assert optimizer.state[p]["step"] == reference.state[q]["step"]
-            for key in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.state[p].keys() == reference.state[q].keys()
+            for key in optimizer.state[p].keys() - {"step"}:
                 assert torch.equal(optimizer.state[p][key].full_tensor(), reference.state[q][key])
 
     run_ranks(run, world_size)
 
 
-def test_the_fused_kernel_agrees() -> None:
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_the_fused_kernel_agrees(amsgrad: bool) -> None:
     params, whole = ([nn.Parameter(v) for v in matrices(0, SHAPES)] for _ in range(2))
-    train(AdamW(params, fused=True), params)
-    train(torch.optim.AdamW(whole, fused=True), whole)
+    train(AdamW(params, fused=True, amsgrad=amsgrad), params)
+    train(torch.optim.AdamW(whole, fused=True, amsgrad=amsgrad), whole)
     for p, q in zip(params, whole, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
@@ -70,6 +76,17 @@ def test_the_fused_kernel_agrees() -> None:
 def test_a_setting_out_of_range_is_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdamW([torch.zeros(2)], **settings)
+
+
+def test_the_call_is_torchs() -> None:
+    """Every argument of torch.optim.AdamW, in its order; what is not supported is refused by name."""
+    own, stock = (inspect.signature(cls.__init__).parameters for cls in (AdamW, torch.optim.AdamW))
+    assert list(own) == list(stock)
+    for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"):
+        assert (own[name].default, own[name].kind) == (stock[name].default, stock[name].kind)
+    for name in ("capturable", "differentiable"):
+        with pytest.raises(NotImplementedError, match=f"AdamW: .*{name}=True"):
+            AdamW([torch.zeros(2)], **{name: True})
 
 
 class Net(nn.Module):
