@@ -97,7 +97,7 @@ class MuonAlgorithm:
         """`momentum_buffer` like the parameter and, for NorMuon, `row_variance` with one number a row."""
         state = {"momentum_buffer": torch.zeros_like(param)}
         if group["row_norm_beta2"] is not None:
-            layout = row_layout(at.name, at.layout, group["flatten"])
+            layout = row_layout(at.layout, group["flatten"])
             state["row_variance"] = at.zeros(layout, torch.float32, param.device)
         return state
 
@@ -182,7 +182,7 @@ class MuonAlgorithm:
         region = matrix.region
         fields = [Field(region, self._wire_dtype(group), shares_of(at.layout, region, at.axes, at.me))]
         if group["row_norm_beta2"] is not None:
-            layout = row_layout(at.name, at.layout, group["flatten"])
+            layout = row_layout(at.layout, group["flatten"])
             row_dims = num_stack_dims(layout.shape, group["flatten"]) + 1
             ones = (1,) * (len(layout.shape) - row_dims)
             rows = Region(region.offset, (*region.size[:row_dims], *ones))

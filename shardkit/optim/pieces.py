@@ -175,23 +175,20 @@ def num_stack_dims(shape: Sequence[int], flatten: bool | None = None) -> int:
     return len(shape) - 2 if is_stack else 0
 
 
-def row_layout(name: str, layout: Layout, flatten: bool | None = None) -> Layout:
+def row_layout(layout: Layout, flatten: bool | None = None) -> Layout:
     """Where state with one number a row of each matrix lies: as the rows of the parameter.
 
     A row that is cut belongs to the rank with its first element; a mesh axis that cuts columns replicates it.
-
-    Raises:
-        NotImplementedError: the parameter is ragged over unevenly tensor-parallel parts.
+    Where ragged cuts differ by tensor-parallel rank, rows have no owner in common, and every rank has all.
     """
-    if layout.other_units:
-        raise NotImplementedError(
-            f"param {name!r}: its {layout.placements} differ by tensor-parallel rank, so its rows have no "
-            "common owner. Choose sizes that tensor parallelism divides, or row_norm_beta2=None."
-        )
     num_dims, row_dims = len(layout.shape), num_stack_dims(layout.shape, flatten) + 1
+    ragged = next((p for p in layout.placements if isinstance(p, RaggedShard)), None)
+    is_uneven = ragged is not None and any(units != ragged.local_units for _, units in layout.other_units)
     placements: list[Placement] = []
     for placement in layout.placements:
-        if isinstance(placement, RaggedShard):
+        if is_uneven:
+            placements.append(Replicate())
+        elif isinstance(placement, RaggedShard):
             placements.append(_rows_of_ragged(placement, layout, row_dims))
         elif any(cuts_dim(placement, dim) for dim in range(row_dims, num_dims)):
             placements.append(Replicate())

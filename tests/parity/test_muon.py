@@ -129,13 +129,37 @@ GRIDS: Mapping[str, list[list[Placement]]] = {
 def test_two_axes(kind: str) -> None:
     shapes = [(48, 32), (24, 80), (32, 40)]
     expected = train_torch(matrices(0, shapes), adjust_lr_fn="match_rms_adamw")
+    normuon = train([nn.Parameter(v) for v in matrices(0, shapes)], row_norm_beta2=0.95)
 
     def run(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        params = sharded(matrices(0, shapes), mesh, lambda i, shape: GRIDS[kind][i])
-        assert_same(train(params), expected, kind)
+        for oracle, settings in ((expected, {}), (normuon, {"row_norm_beta2": 0.95})):
+            params = sharded(matrices(0, shapes), mesh, lambda i, shape: GRIDS[kind][i])
+            assert_same(train(params, **settings), oracle, kind)
 
     run_ranks(run, 4)
+
+
+UNEVEN_TP: Mapping[str, tuple[tuple[int, ...], Placement, Mapping[int, tuple[int, ...]]]] = {
+    "rows": ((33, 20), Shard(0), {0: (7, 0, 10), 1: (0, 15, 1)}),  # of 17 and 16 rows
+    "columns": ((24, 21), Shard(1), {0: (9, 15, 0), 1: (4, 0, 20)}),
+}
+
+
+@pytest.mark.parametrize("kind", UNEVEN_TP)
+@pytest.mark.parametrize("beta2", [None, 0.95])
+def test_tensor_parallelism_that_divides_unevenly(kind: str, beta2: float | None) -> None:
+    """Each tensor-parallel rank has other ragged cuts; no rank has the same rows as another."""
+    shape, tp, units_at = UNEVEN_TP[kind]
+    whole = train([nn.Parameter(v) for v in matrices(0, [shape])], row_norm_beta2=beta2)
+
+    def run(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        units = units_at[mesh.get_coordinate()[1]]
+        params = sharded(matrices(0, [shape]), mesh, lambda i, shape: [RaggedShard((0,), units), tp])
+        assert_same(train(params, row_norm_beta2=beta2, placement="owner"), whole, kind)
+
+    run_ranks(run, 6)
 
 
 def test_hybrid_sharding_sends_between_the_shards_alone() -> None:

@@ -195,9 +195,9 @@ def test_shares_agree_with_a_search_over_all_ranks() -> None:
 
 def test_row_state_lies_with_the_first_element_of_a_row() -> None:
     layout = Layout((5, 3), (3,), (RaggedShard((0, 1), (4, 0, 11)),))
-    assert row_layout("w", layout).placements == (RaggedShard((0,), (2, 0, 3)),)
+    assert row_layout(layout).placements == (RaggedShard((0,), (2, 0, 3)),)
     columns = Layout((6, 4), (2, 2), (RaggedShard((0,), (1, 5)), Shard(1)))
-    assert row_layout("w", columns).placements == (RaggedShard((0,), (1, 5)), Replicate())
+    assert row_layout(columns).placements == (RaggedShard((0,), (1, 5)), Replicate())
 
 
 def test_wishes() -> None:
