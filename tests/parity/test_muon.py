@@ -15,8 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+import shardkit.optim.engine
+import shardkit.optim.teams
 from shardkit import Blocks, clip_grad_norm_, fully_shard
-from shardkit.collectives import count_traffic
+from shardkit.agreement import check_agreement
+from shardkit.collectives import all_to_all, count_traffic
 from shardkit.errors import PlanMismatchError
 from shardkit.optim import Muon
 from shardkit.optim.muon import MuonAlgorithm
@@ -189,6 +192,32 @@ def test_what_travels_is_what_the_plan_says(world_size: int) -> None:
         assert dict(traffic.sent_bytes) == {"all_to_all": planned}
 
     run_ranks(run, world_size)
+
+
+def test_plans_are_compared_once_and_two_gathers_are_under_way_while_a_bucket_is_worked_on() -> None:
+    def run(rank: int, world_size: int) -> None:
+        asked: list[object] = []
+        flown: list[bool] = []
+
+        def ask(*args: object) -> None:
+            asked.append(args)
+            check_agreement(*args)
+
+        def fly(*args: object, back: bool) -> object:
+            flown.append(back)
+            return all_to_all(*args, back=back)
+
+        shardkit.optim.teams.check_agreement = ask  # of this forked rank
+        shardkit.optim.engine.all_to_all = fly
+        mesh = init_device_mesh("cpu", (world_size,))
+        params = sharded(matrices(0), mesh, lambda i, shape: [Shard(0)])
+        train(params, placement="owner", bucket_bytes=1)
+        assert len(asked) == 1
+        gathers_before = [flown[:at].count(False) for at, back in enumerate(flown) if back]
+        of_a_step = [min(number + 2, len(SHAPES)) for number in range(1, len(SHAPES) + 1)]
+        assert gathers_before == [step * len(SHAPES) + n for step in range(3) for n in of_a_step]
+
+    run_ranks(run, 2)
 
 
 def whole_results(dtype: torch.dtype = torch.float32, **settings: object) -> list[nn.Parameter]:
