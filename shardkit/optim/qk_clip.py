@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardkit.boxes import local_boxes
-from shardkit.optim.placed import local, placed
+from shardkit.optim.placed import local
+from shardkit.optim.rows import layout_of_param
+from shardkit.specs import coordinate_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ def qk_clip_(
         The maxima over all ranks, float32, those of all projections one after another.
 
     Raises:
-        ValueError: heads that divide neither the rows nor the logits, or a bound not above zero.
+        ValueError: heads that divide neither the rows nor the logits, a bound not above zero, or a weight
+            that is not contiguous.
     """
     if not tau > 0:
         raise ValueError(f"qk_clip_: expected tau > 0, got {tau}.")
@@ -76,15 +80,20 @@ def qk_clip_(
 
 def _scale_rows(projection: Projection, factors: Tensor) -> None:
     """Multiply each local row by the factor of its head."""
-    at, own = placed(projection.name, projection.weight), local(projection.weight)
-    head_rows = projection.weight.shape[0] // projection.num_heads
-    by_row = factors.repeat_interleave(head_rows)  # (rows,)
-    for box in local_boxes(at.layout, at.me):
+    weight, own = projection.weight, local(projection.weight)
+    me = coordinate_of(weight.device_mesh) if isinstance(weight, DTensor) else ()
+    by_row = factors.repeat_interleave(weight.shape[0] // projection.num_heads)  # (rows,)
+    for box in local_boxes(layout_of_param(weight), me):  # where others have their parts does not matter
         rows = by_row[box.offset[0] : box.offset[0] + box.size[0]]
         box.view(own).mul_(rows.view(-1, *(1 for _ in box.size[1:])).to(own.dtype))
 
 
 def _check(projection: Projection) -> None:
+    if not local(projection.weight).is_contiguous():
+        raise ValueError(
+            f"param {projection.name!r}: expected a contiguous tensor, got stride "
+            f"{local(projection.weight).stride()}. Call .contiguous() on it before it is sharded."
+        )
     num_rows, num_heads = projection.weight.shape[0], projection.num_heads
     if num_heads < 1 or num_rows % num_heads or projection.max_logits.numel() % num_heads:
         raise ValueError(

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardkit.optim import (
     Muon,
@@ -111,6 +111,8 @@ def test_qk_clip_shrinks_the_heads_above_the_bound_on_every_rank() -> None:
     run_ranks(run, 2)
     with pytest.raises(ValueError, match="param 'q': num_heads=5 do not divide its 12 rows"):
         qk_clip_([Projection("q", query, logits[0], 5)])
+    with pytest.raises(ValueError, match="param 'q': expected a contiguous tensor"):
+        qk_clip_([Projection("q", query.T.contiguous().T, logits[0], 4)])
     with pytest.raises(ValueError, match="expected tau > 0"):
         qk_clip_([], tau=0.0)
 
@@ -136,27 +138,27 @@ def test_qk_clip_asks_for_all_maxima_of_all_layers_at_once(power: float) -> None
                 weight[row] = weight[row] * factor
 
     def run(rank: int, world_size: int) -> None:
-        mesh, asked = init_device_mesh("cpu", (2,)), []
-        all_reduce = dist.all_reduce
-
-        def count(tensor: Tensor, op: dist.ReduceOp, **kwargs: object) -> object:
-            asked.append((tensor.numel(), op))
-            return all_reduce(tensor, op, **kwargs)
-
-        dist.all_reduce = count  # of this forked rank
-        placements = [RaggedShard((0, 1), (23, 37)), Shard(0), Shard(1)]
-        laid = [distribute_tensor(w, mesh, [p]) for w, p in zip(weights, placements, strict=True)]
-        projections = [
-            Projection(f"layers.{i}.q", laid[i], torch.tensor(logits[rank][i]), num_heads[i], power)
-            for i in range(3)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+        of_tp = [(RaggedShard((0, 1), (7, 23)), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Shard(1))]
+        placements = [
+            (RaggedShard((0, 1), (23, 37)), Replicate()),
+            (Shard(0), Replicate()),
+            (Shard(1), Replicate()),
         ]
-        qk_clip_(projections, tau=tau)
-        assert asked == [(9, dist.ReduceOp.MAX)]
-        for got, whole in zip(laid, expected, strict=True):
-            assert got.full_tensor().isfinite().all()
-            torch.testing.assert_close(got.full_tensor(), whole, rtol=1e-6, atol=0)
+        for placed in (placements, of_tp):
+            laid = [distribute_tensor(w, mesh, list(p)) for w, p in zip(weights, placed, strict=True)]
+            projections = [
+                Projection(f"layers.{i}.q", laid[i], torch.tensor(logits[rank % 2][i]), num_heads[i], power)
+                for i in range(3)
+            ]
+            with CommDebugMode() as seen:
+                qk_clip_(projections, tau=tau)
+            assert seen.get_total_counts() == 1, seen.get_comm_counts()
+            for got, whole in zip(laid, expected, strict=True):
+                assert got.full_tensor().isfinite().all()
+                torch.testing.assert_close(got.full_tensor(), whole, rtol=1e-6, atol=0)
 
-    run_ranks(run, 2)
+    run_ranks(run, 4)
 
 
 def test_momentum_of_other_muons_goes_on_here() -> None:
