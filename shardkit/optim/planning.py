@@ -255,16 +255,15 @@ def _transfers_of(
     """To the workers what they lack, of copies from those in their replica, and back to all other holders."""
     gathers, returns = [], []
     for number, field in enumerate(piece.fields):
-        itemsize = field.dtype.itemsize
         for copies in _copies(field.shares):
+            nbytes = copies[0].numel * field.dtype.itemsize
+            holders = {share.holder for share in copies}
             for worker in workers:
-                if all(share.holder != worker for share in copies):
+                if worker not in holders:
                     share = copies[worker * len(copies) // num_ranks]  # replicas are the outer mesh axis
-                    nbytes = share.numel * itemsize
                     gathers.append(Transfer(share.holder, worker, number, share.boxes, nbytes))
             for share in copies:
                 if share.holder not in workers:
-                    nbytes = share.numel * itemsize
                     returns.append(Transfer(workers[0], share.holder, number, share.boxes, nbytes))
     return tuple(gathers), tuple(returns)
 

@@ -99,6 +99,12 @@ def copies_of(mesh_shape: tuple[int, ...], axes: tuple[int, ...], wider: tuple[i
     return tuple(map(tuple, copies.values()))
 
 
+@lru_cache(maxsize=1024)
+def in_block(copies: Copies, size: int) -> Copies:
+    """Those among the first `size` ranks: the same for every block of as many, counted from its start."""
+    return tuple(tuple(index for index in alike if index < size) for alike in copies)
+
+
 def block_sizes(copies: Collection[Copies]) -> list[int]:
     """How many neighbouring ranks can share: those with the same number of whole replicas of a parameter.
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from shardkit._torch import backend_name
 from shardkit.agreement import check_agreement
 from shardkit.boxes import Box
-from shardkit.collectives import has_peers
+from shardkit.collectives import Route, all_reduce, has_peers
 from shardkit.optim.algorithm import Group, PieceAlgorithm, Target
 from shardkit.optim.engine import Engine, Ranks, route_of
-from shardkit.optim.pieces import Piece, coordinates_on
+from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
 from shardkit.optim.planning import Placing, StepPlan, plan_step
 from shardkit.optim.replicas import (
@@ -29,6 +29,7 @@ from shardkit.optim.replicas import (
     block_sizes,
     copies_of,
     cost_of,
+    in_block,
     note_of,
     shared_piece,
 )
@@ -82,9 +83,11 @@ class Team:
     def agree(self, have_grad: Mapping[str, bool]) -> dict[str, bool]:
         """Which members have a gradient on any rank. Collective over the team: all ranks must call."""
         own = [have_grad[member.at.name] for member in self.members]
-        flags = torch.tensor(own, dtype=torch.uint8, device=self.members[0].at.device)
+        device = self.members[0].at.device
+        flags = torch.tensor(own, dtype=torch.int32, device=device)
         for group in self.members[0].at.groups:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+            route = Route(group, backend_name(group, device), 0)
+            all_reduce(flags, route, "optimizer step, asking which gradients are missing").wait()
         return {m.at.name: bool(flag) for m, flag in zip(self.members, flags.tolist(), strict=True)}
 
     def prepare(self, bucket_bytes: int) -> None:
@@ -171,11 +174,12 @@ def _shared(member: Member, wide: Placed, copies: Copies, size: int) -> Member:
     """The member as `size` neighbouring ranks hold it, this one among them."""
     if wide is member.at:
         return member
-    index = coordinates_on(wide.layout, wide.axes, wide.me).index(wide.me)
+    index = 0
+    for axis in wide.axes:
+        index = index * wide.layout.mesh_shape[axis] + wide.me[axis]
     start = index - index % size
-    at = replace(wide, ranks=wide.ranks[start : start + size])
-    in_block = tuple(tuple(i for i in alike if i < size) for alike in copies)
-    return replace(member, at=at, pieces=tuple(shared_piece(piece, in_block) for piece in member.pieces))
+    at, own = replace(wide, ranks=wide.ranks[start : start + size]), in_block(copies, size)
+    return replace(member, at=at, pieces=tuple(shared_piece(piece, own) for piece in member.pieces))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,26 @@ def test_two_axes(kind: str) -> None:
     run_ranks(run, 4)
 
 
+def test_plain_parameters_and_those_of_several_meshes_go_into_one_optimizer() -> None:
+    """Three sets of ranks: one alone, a half, all of them, by one axis and by two."""
+    shapes = [(48, 32), (24, 80), (33, 40), (64, 64)]
+    expected = train_torch(matrices(0, shapes), adjust_lr_fn="match_rms_adamw")
+
+    def run(rank: int, world_size: int) -> None:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        one, (plain, half, row, both) = init_device_mesh("cpu", (4,)), matrices(0, shapes)
+        params = [
+            nn.Parameter(plain),
+            nn.Parameter(distribute_tensor(half, grid["a"], [rows_of(24, 2)])),
+            nn.Parameter(distribute_tensor(row, one, [Shard(0)])),
+            nn.Parameter(distribute_tensor(both, grid, [rows_of(64, 2), Shard(1)])),
+        ]
+        assert_same(train(params, placement="owner"), expected)
+        assert len(Muon(params).plan().steps) == 3  # the last two have the same ranks
+
+    run_ranks(run, 4)
+
+
 UNEVEN_TP: Mapping[str, tuple[tuple[int, ...], Placement, Mapping[int, tuple[int, ...]]]] = {
     "rows": ((33, 20), Shard(0), {0: (7, 0, 10), 1: (0, 15, 1)}),  # of 17 and 16 rows
     "columns": ((24, 21), Shard(1), {0: (9, 15, 0), 1: (4, 0, 20)}),

@@ -85,6 +85,22 @@ def test_the_others_learn_at_once_that_a_rank_died(dies: Callable[[Muon, int], N
         assert f"failed on rank {rank}" in message and "Every rank must call step()" in message
 
 
+def test_a_rank_that_does_not_say_which_gradients_it_has_is_waited_for() -> None:
+    def run(rank: int, world_size: int) -> str:
+        optimizer = build(world_size, missing_grads="agree")
+        optimizer.step()
+        if rank == 1:
+            return "skipped"
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    first, _ = run_ranks(run, 2, timeout=TIMEOUT_S)
+    assert first.startswith(
+        "optimizer step, asking which gradients are missing: all_reduce over ranks [0, 1] "
+    )
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 def test_a_rank_that_skips_a_step_is_waited_for_by_name(replicated: bool) -> None:
     """Replicas that share wait for each other too."""
