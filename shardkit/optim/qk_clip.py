@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit.boxes import local_boxes
+from shardkit._torch import spec_of
+from shardkit.boxes import Layout, local_boxes
 from shardkit.optim.placed import local
-from shardkit.optim.rows import layout_of_param
-from shardkit.specs import coordinate_of
+from shardkit.specs import coordinate_of, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,12 @@ def qk_clip_(
 def _scale_rows(projection: Projection, factors: Tensor) -> None:
     """Multiply each local row by the factor of its head."""
     weight, own = projection.weight, local(projection.weight)
-    me = coordinate_of(weight.device_mesh) if isinstance(weight, DTensor) else ()
+    if isinstance(weight, DTensor):  # where others have their parts does not matter
+        layout, me = layout_of(spec_of(weight)), coordinate_of(weight.device_mesh)
+    else:
+        layout, me = Layout(tuple(weight.shape), (), ()), ()
     by_row = factors.repeat_interleave(weight.shape[0] // projection.num_heads)  # (rows,)
-    for box in local_boxes(layout_of_param(weight), me):  # where others have their parts does not matter
+    for box in local_boxes(layout, me):
         rows = by_row[box.offset[0] : box.offset[0] + box.size[0]]
         box.view(own).mul_(rows.view(-1, *(1 for _ in box.size[1:])).to(own.dtype))
 
