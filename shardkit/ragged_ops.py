@@ -66,6 +66,8 @@ def find_rule(func: OpOverload) -> Rule:
     # torch tags `equal` and the random `rrelu` pointwise too; the first has a rule of its own
     is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     found = NAMED_RULES.get(base_name(func)) or (pointwise if is_pointwise else _unknown)
+    if found not in (pointwise, _unknown) and any(argument.is_out for argument in op_arguments(func)):
+        found = _no_out
     return RULES.setdefault(func, found)
 
 
@@ -77,6 +79,11 @@ def base_name(func: OpOverload) -> str:
 def refuse(func: OpOverload, why: str) -> NoReturn:
     """Raise for a call that this layout cannot answer exactly."""
     raise NotImplementedError(f"{func}: {why}")
+
+
+def _no_out(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> NoReturn:
+    """A result that lies otherwise than its operands is a new tensor; `out` would keep what it held."""
+    refuse(func, "no out= here on a RaggedTensor. Call it without, and copy_() the result.")
 
 
 def _unknown(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:

@@ -231,7 +231,7 @@ def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwarg
     dims, prefix = _dims(named), len(ragged.dims)
     if any(isinstance(p, Shard) for p in spec.placements):
         refuse(func, f"of {spec.placements}, where another mesh axis cuts too. Use full_tensor().")
-    if len(dims) != 1 or dims[0] % tensor.ndim < prefix or prefix == 0:
+    if len(dims) != 1 or prefix == 0 or dims[0] % tensor.ndim < prefix:
         refuse(func, f"along dims {dims}, of which {ragged} cuts some. Use full_tensor().")
     local_dim = dims[0] % tensor.ndim - prefix + 1
     named["dim"] = [local_dim] if isinstance(named["dim"], list) else local_dim

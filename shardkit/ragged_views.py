@@ -105,7 +105,7 @@ def expand(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> 
             func, f"from {tuple(tensor.shape)} to {shape} would repeat dims that are cut. Use full_tensor()."
         )
     local = local_of(tensor)
-    suffix = [a if a == b else b for a, b in zip(local.shape[1:], shape[prefix:], strict=True)]
+    suffix = [local.shape[d - prefix + 1] if d in cut else shape[d] for d in range(prefix, len(shape))]
     repeated = local.expand(local.shape[0], *suffix).clone(memory_format=torch.contiguous_format)
     return wrap(cls, repeated, spec_with(spec, meta_of(spec).dtype, shape))
 
