@@ -14,6 +14,27 @@ from torch import Tensor
 
 from shardkit.optim.placed import drawn, lie_alike
 
+_FUNCTION = "a function"
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group as it is saved: torch gathers no state dict with a dtype or a function in it."""
+    return {
+        key: str(value) if isinstance(value, torch.dtype) else _FUNCTION if callable(value) else value
+        for key, value in group.items()
+    }
+
+
+def read_settings(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group as it is used; functions, and settings that were not saved, are the optimizer's own."""
+    read = dict(own)
+    for key, value in saved.items():
+        if isinstance(value, str) and value.startswith("torch."):
+            read[key] = getattr(torch, value.removeprefix("torch."))
+        elif not (isinstance(value, str) and value == _FUNCTION):
+            read[key] = value
+    return read
+
 
 def check_saved_settings(
     index: int, own: Mapping[str, Any], saved: Mapping[str, Any], settings: Sequence[str]

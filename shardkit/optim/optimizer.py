@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.optim.algorithm import Algorithm, PieceAlgorithm, Target
-from shardkit.optim.loading import check_saved_settings, exact_state
+from shardkit.optim.loading import check_saved_settings, exact_state, plain_settings, read_settings
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
@@ -97,18 +97,11 @@ class ShardedOptimizer(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with real state for what is real, and without settings that are dtypes or functions.
-
-        torch gathers no state dict with those in it; the optimizer that loads it has its own.
-        """
+        """As torch's, with real state for what is real, and settings as plain values."""
         self._settle()
         state_dict = super().state_dict()
-        for group in state_dict["param_groups"]:
-            for key in [
-                key for key, value in group.items() if isinstance(value, torch.dtype) or callable(value)
-            ]:
-                del group[key]
-        return state_dict
+        groups = [plain_settings(group) for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, of an optimizer with the same algorithms and layouts.
@@ -126,7 +119,7 @@ class ShardedOptimizer(Optimizer):
             exact.update(self._exact_states(given))
             groups = given["param_groups"]
             if len(groups) == len(self.param_groups):
-                groups = [own | saved for own, saved in zip(self.param_groups, groups, strict=True)]
+                groups = [read_settings(*pair) for pair in zip(self.param_groups, groups, strict=True)]
             return {"state": {}, "param_groups": groups}
 
         self._settle()
