@@ -46,6 +46,29 @@ def test_newton_schulz_is_near_its_polynomial_in_float64(table: str, shape: tupl
         torch.testing.assert_close(in_float64, exact, rtol=0, atol=1e-10)
 
 
+PUBLISHED = {
+    "jordan": "3.4445 -4.7750 2.0315 " * 5,
+    "youjiacheng": "4.0848 -6.8946 2.9270 3.9505 -6.3029 2.6377 3.7418 -5.5913 2.3037 2.8769 -3.1427 1.2046 "
+    "2.8366 -3.0525 1.2012",
+    "polar_express": "8.1566 -22.4833 15.8788 4.0429 -2.8089 .5000 3.8917 -2.7725 .5061 3.2858 -2.3681 .4645 "
+    "2.3465 -1.7098 .4232",
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "least", "most"),
+    [("jordan", 0.1, 0.17), ("youjiacheng", 0.01, 0.025), ("polar_express", 0.08, 0.11)],
+)
+def test_tables_are_those_published_and_as_near_to_the_polar_factor(
+    table: str, least: float, most: float
+) -> None:
+    assert [number for step in TABLES[table] for number in step] == list(map(float, PUBLISHED[table].split()))
+    matrix = matrix_of(256, 896, GAUSSIAN)
+    u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    distance = (polynomial(matrix, table) - u @ v).norm() / (u @ v).norm()
+    assert least < distance < most
+
+
 def test_a_batch_gives_what_its_matrices_give() -> None:
     """To rounding only: a device may add in another order for a batch than for one matrix."""
     for shape in ((48, 96), (96, 48)):
