@@ -23,7 +23,7 @@ from shardkit.optim.loading import check_saved_settings, exact_state, plain_sett
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
-from shardkit.optim.teams import Member, OptimizerPlan, Team, make_teams
+from shardkit.optim.teams import Member, OptimizerPlan, Team, agree, make_teams
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 MissingGrads = Literal["symmetric", "agree"]
@@ -175,7 +175,7 @@ class ShardedOptimizer(Optimizer):
         self._settle()
         self._refuse_meta()
         teams = self._made_teams()
-        targets = self._targets(teams)
+        targets = self._targets()
         for team in teams:
             team.prepare(self.bucket_bytes)
         by_algorithm: dict[str, list[Target]] = {}
@@ -263,12 +263,11 @@ class ShardedOptimizer(Optimizer):
             self._teams = make_teams(list(self._members.values()), self.placing, self.replicas)
         return self._teams
 
-    def _targets(self, teams: Iterable[Team]) -> dict[str, Target]:
+    def _targets(self) -> dict[str, Target]:
         """What is stepped, by name: the parameters with a gradient, or with one on another rank."""
         have_grad = {m.at.name: param.grad is not None for param, m in self._members.items()}
         if self.missing_grads == "agree":
-            for team in teams:
-                have_grad |= team.agree(have_grad)
+            have_grad = agree(self._members.values(), have_grad)
         return {
             member.at.name: self._target(param, member)
             for param, member in self._members.items()

@@ -6,7 +6,7 @@ has a plan and an engine of its own; its members compare their plans once, befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,16 +80,6 @@ class Team:
         self.plan = plan_step(pieces, len(self.ranks), [placing] * len(pieces))
         self._engine: Engine | None = None
 
-    def agree(self, have_grad: Mapping[str, bool]) -> dict[str, bool]:
-        """Which members have a gradient on any rank. Collective over the team: all ranks must call."""
-        own = [have_grad[member.at.name] for member in self.members]
-        device = self.members[0].at.device
-        flags = torch.tensor(own, dtype=torch.int32, device=device)
-        for group in self.members[0].at.groups:
-            route = Route(group, backend_name(group, device), 0)
-            all_reduce(flags, route, "optimizer step, asking which gradients are missing").wait()
-        return {m.at.name: bool(flag) for m, flag in zip(self.members, flags.tolist(), strict=True)}
-
     def prepare(self, bucket_bytes: int) -> None:
         """Make the engine, once. Collective over the team then: all ranks must call.
 
@@ -121,6 +111,26 @@ class Team:
         group_ranks = tuple(order.index(global_rank) for global_rank in self.ranks)
         route = route_of(self.plan, group, backend_name(group, device))
         return Engine(self.plan, Ranks(index, group_ranks, route), device, bucket_bytes)
+
+
+def agree(members: Iterable[Member], have_grad: Mapping[str, bool]) -> dict[str, bool]:
+    """Which members have a gradient on any of the ranks that cut them, those stepped element by element too.
+
+    Collective over each such set of ranks: all must call, with the same members.
+    """
+    by_ranks: dict[tuple[int, ...], list[Member]] = {}
+    for member in members:
+        by_ranks.setdefault(member.at.ranks, []).append(member)
+    agreed: dict[str, bool] = {}
+    for cut in by_ranks.values():
+        device = cut[0].at.device
+        own = [have_grad[member.at.name] for member in cut]
+        flags = torch.tensor(own, dtype=torch.int32, device=device)
+        for group in cut[0].at.groups:
+            route = Route(group, backend_name(group, device), 0)
+            all_reduce(flags, route, "optimizer step, asking which gradients are missing").wait()
+        agreed |= {m.at.name: bool(flag) for m, flag in zip(cut, flags.tolist(), strict=True)}
+    return agreed
 
 
 def make_teams(members: Sequence[Member], placing: Placing, replicas: Replicas = "auto") -> tuple[Team, ...]:

@@ -390,20 +390,30 @@ def test_a_parameter_without_gradient_stays_as_it_is(missing: str) -> None:
 
 
 def test_a_gradient_on_some_ranks_only_counts_as_zero_elsewhere() -> None:
+    """For Muon and, in the same optimizer, for AdamW: momentum, decay and step count of all ranks go on."""
+    shapes = [(8, 6), (8, 6)]
+    grads = [grad.index_fill(0, torch.arange(4, 8), 0.0) for grad in matrices(1, shapes)]
+    whole = [nn.Parameter(v) for v in matrices(0, shapes)]
+    oracles = [
+        torch.optim.Muon(whole[:1], lr=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(whole[1:], lr=0.02, weight_decay=0.1),
+    ]
+    for _ in range(2):
+        give_grads(whole, grads)
+        for oracle in oracles:
+            oracle.step()
+
     def run(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (world_size,))
-        (param,) = sharded(matrices(0, [(8, 6)]), mesh, lambda i, shape: [Shard(0)])
-        optimizer = Muon([param], lr=0.02, missing_grads="agree", placement="owner")
-        (grad,) = matrices(1, [(8, 6)])
-        give_grads([param], [grad])
-        if rank == 1:
-            param.grad = None
-        optimizer.step()
-        grad[4:] = 0
-        (whole,) = [nn.Parameter(v) for v in matrices(0, [(8, 6)])]
-        give_grads([whole], [grad])
-        torch.optim.Muon([whole], lr=0.02, adjust_lr_fn="match_rms_adamw").step()
-        assert_same([param], [whole])
+        params = sharded(matrices(0, shapes), mesh, lambda i, shape: [Shard(0)])
+        groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}]
+        optimizer = Muon(groups, lr=0.02, missing_grads="agree", placement="owner")
+        for _ in range(2):
+            give_grads(params, grads)
+            if rank == 1:
+                params[0].grad = params[1].grad = None
+            optimizer.step()
+        assert_same(params, whole)
 
     run_ranks(run, 2)
 
