@@ -415,6 +415,18 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def new_group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of these ranks with the default group's timeout; torch would give it half an hour.
+
+    Collective over `ranks` alone: no other rank need call.
+    """
+    assert dist.group.WORLD is not None
+    timeout = dist.group.WORLD._get_backend(device).options._timeout
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def default_store() -> Store:
     """The rendezvous store: the one channel with a timeout of its own that names who is missing."""
     return dist.distributed_c10d._get_default_store()

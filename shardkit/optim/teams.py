@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardkit._torch import backend_name
+from shardkit._torch import backend_name, new_group_of
 from shardkit.agreement import check_agreement
 from shardkit.boxes import Box
 from shardkit.collectives import Route, all_reduce, has_peers
@@ -102,11 +102,14 @@ class Team:
         index = self.ranks.index(rank)
         if len(self.ranks) == 1:
             return Engine(self.plan, Ranks(index, (0,), None), device, bucket_bytes)
-        group = at.groups[0] if len(at.groups) == 1 else dist.group.WORLD
-        assert group is not None
+        group = at.groups[0]
         if has_peers(group, device):
             for axis_group in at.groups:
                 check_agreement(self.plan.lines, axis_group, "optimizer step")
+            if len(at.groups) > 1:
+                group = new_group_of(self.ranks, device)
+            route = Route(group, backend_name(group, device), 0)
+            all_reduce(torch.zeros(1, device=device), route, "optimizer step, first message").wait()
         order = dist.get_process_group_ranks(group)
         group_ranks = tuple(order.index(global_rank) for global_rank in self.ranks)
         route = route_of(self.plan, group, backend_name(group, device))

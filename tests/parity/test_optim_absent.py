@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 import shardkit.optim.teams
 from shardkit import Blocks, fully_shard
 from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
 from shardkit.optim import Muon
-from tests.parity.test_muon import Net, give_grads, matrices, sharded
+from tests.parity.test_muon import Net, assert_same, give_grads, matrices, sharded
 from tests.support.ranks import RankError, run_ranks
 
 SHAPES = [(48, 32), (24, 80), (33, 40), (64, 64)]
@@ -28,10 +29,16 @@ TIMEOUT_S = 6.0  # of the ranks; their group's is a little less
 SOON_S = 3.0
 
 
-def build(world_size: int, *, replicated: bool = False, **settings: object) -> Muon:
-    mesh = init_device_mesh("cpu", (world_size,))
-    placement = Replicate() if replicated else Shard(0)
-    params = sharded(matrices(0, SHAPES), mesh, lambda i, shape: [placement])
+ALONG: Mapping[str, list[Placement]] = {
+    "shards": [Shard(0)],
+    "replicas": [Replicate()],
+    "two axes": [Shard(0), Shard(1)],
+}
+
+
+def build(world_size: int, along: str = "shards", **settings: object) -> Muon:
+    mesh = init_device_mesh("cpu", (world_size,) if along != "two axes" else (2, world_size // 2))
+    params = sharded(matrices(0, SHAPES), mesh, lambda i, shape: ALONG[along])
     named = [(f"w{i}", param) for i, param in enumerate(params)]
     optimizer = Muon(named, placement="owner", **settings)
     give_grads(params, matrices(1, SHAPES))
@@ -101,12 +108,13 @@ def test_a_rank_that_does_not_say_which_gradients_it_has_is_waited_for() -> None
     )
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-def test_a_rank_that_skips_a_step_is_waited_for_by_name(replicated: bool) -> None:
+@pytest.mark.parametrize("along", ALONG)
+def test_a_rank_that_skips_a_step_is_waited_for_by_name(along: str) -> None:
     """Replicas that share wait for each other too."""
+    world_size = 4 if along == "two axes" else 2
 
     def run(rank: int, world_size: int) -> str:
-        optimizer = build(world_size, replicated=replicated, replicas="shared")
+        optimizer = build(world_size, along, replicas="shared")
         optimizer.step()
         if rank == 1:
             return "skipped"
@@ -114,9 +122,9 @@ def test_a_rank_that_skips_a_step_is_waited_for_by_name(replicated: bool) -> Non
             optimizer.step()
         return str(caught.value)
 
-    first, _ = run_ranks(run, 2, timeout=TIMEOUT_S)
-    assert "optimizer step: all_to_all over ranks [0, 1] failed on rank 0" in first
-    assert "It waited for 'w" in first and "from ranks [1]" in first
+    first, *_ = run_ranks(run, world_size, timeout=TIMEOUT_S)
+    assert f"optimizer step: all_to_all over ranks {list(range(world_size))} failed on rank 0" in first
+    assert "It waited for 'w" in first and "1" in first.partition("from ranks ")[2].partition("]")[0]
 
 
 def test_a_rank_that_skips_a_step_and_goes_on_is_no_step_behind_the_others() -> None:
@@ -139,6 +147,28 @@ def test_a_rank_that_skips_a_step_and_goes_on_is_no_step_behind_the_others() -> 
     first, second = run_ranks(run, 2, timeout=TIMEOUT_S)
     assert "optimizer step: all_to_all" in first and "from ranks [1]" in first
     assert "unit '" in second and "all_gather" in second
+
+
+def test_a_rank_on_no_mesh_of_the_parameters_is_not_waited_for() -> None:
+    """As that of another pipeline stage, which may step earlier or later."""
+
+    def run(rank: int, world_size: int) -> None:
+        mesh = DeviceMesh("cpu", [[0, 1], [3, 4]])
+        if rank == 2:
+            return
+        params = sharded(matrices(0, SHAPES), mesh, lambda i, shape: ALONG["two axes"])
+        optimizer = Muon(params, lr=0.02, placement="owner")
+        for step in range(2):
+            give_grads(params, matrices(step + 1, SHAPES))
+            optimizer.step()
+        assert_same(params, expected)
+
+    expected = [nn.Parameter(v) for v in matrices(0, SHAPES)]
+    oracle = torch.optim.Muon(expected, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    for step in range(2):
+        give_grads(expected, matrices(step + 1, SHAPES))
+        oracle.step()
+    run_ranks(run, 5, timeout=20)
 
 
 @pytest.mark.parametrize("missing", [0, 2])
