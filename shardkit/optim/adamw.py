@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardkit._torch import join_flat, split_flat
 from shardkit.optim.algorithm import Group, Target
+from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
 
 DEFAULTS: Mapping[str, object] = {
@@ -45,7 +46,9 @@ class AdamWAlgorithm:
         if group["eps"] < 0:
             raise ValueError(f"eps: expected a number >= 0, got {group['eps']}.")
 
-    def init_state(self, at: Placed, param: Tensor, group: Group) -> dict[str, Tensor]:
+    def init_state(
+        self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]
+    ) -> dict[str, Tensor]:
         """torch.optim.AdamW's: `step`, a float32 number, and two or three tensors like the parameter."""
         step_device = param.device if group["fused"] else torch.device("cpu")
         moments = MOMENTS if group["amsgrad"] else MOMENTS[:2]

@@ -106,7 +106,7 @@ class AdamW8bitAlgorithm:
             if not good:
                 raise ValueError(f"AdamW8bit: {name}={group[name]!r}: expected {wish}.")
 
-    def init_state(self, at: Placed, param: Tensor, group: Group) -> State:
+    def init_state(self, at: Placed, param: Tensor, group: Group, pieces: Sequence[object]) -> State:
         """Zeros laid out as the parameter: `step`, and codes and scales, or the moments in float32.
 
         Raises:

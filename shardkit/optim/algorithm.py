@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from shardkit.boxes import Box
+from shardkit.optim.blocks import Dealer
 from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
 
@@ -48,8 +49,10 @@ class Algorithm(Protocol):
     def check_group(self, group: Group) -> None:
         """Raise ValueError for settings that make no sense."""
 
-    def init_state(self, at: Placed, param: Tensor, group: Group) -> dict[str, Tensor]:
-        """The state of one parameter, laid out as it is."""
+    def init_state(
+        self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]
+    ) -> dict[str, Tensor]:
+        """The state of one parameter: laid out as it is, or with the ranks that work on its pieces."""
 
     def begin(self, targets: Sequence[Target]) -> None:
         """The elementwise part of a step, before any piece is read."""
@@ -59,8 +62,11 @@ class Algorithm(Protocol):
 class PieceAlgorithm(Algorithm, Protocol):
     """One that works on whole pieces."""
 
-    def pieces(self, at: Placed, group: Group) -> Sequence[Piece]:
+    def pieces(self, at: Placed, group: Group, dealer: Dealer) -> Sequence[Piece]:
         """What must come together of one parameter.
+
+        Args:
+            dealer: gives pieces with state of their own to ranks; it has dealt those of earlier parameters.
 
         Raises:
             ValueError: the parameter is none that this algorithm can step.
@@ -70,9 +76,9 @@ class PieceAlgorithm(Algorithm, Protocol):
         """The values of a field of a piece in a box of this rank's local tensor."""
 
     def compute(
-        self, groups: Sequence[Group], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
+        self, targets: Sequence[Target], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
     ) -> list[list[Tensor]]:
-        """The results for whole pieces, given their groups and their fields of `field.region.size`."""
+        """The results for whole pieces, given their parameters and their fields of `field.region.size`."""
 
     def write(self, target: Target, piece: Piece, field: int, box: Box, values: Tensor) -> None:
         """Use the results that belong in a box of this rank's local tensor."""

@@ -13,14 +13,15 @@ Newton and Schulz cast to bfloat16 first, so U travels in bfloat16 and nothing i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from shardkit.boxes import Box
 from shardkit.optim.algorithm import Group, Target
+from shardkit.optim.blocks import Dealer
 from shardkit.optim.newton_schulz import (
     Coefficients,
     TableName,
@@ -93,7 +94,9 @@ class MuonAlgorithm:
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{name}: expected a number in [0, 1), got {value}.")
 
-    def init_state(self, at: Placed, param: Tensor, group: Group) -> dict[str, Tensor]:
+    def init_state(
+        self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]
+    ) -> dict[str, Tensor]:
         """`momentum_buffer` like the parameter and, for NorMuon, `row_variance` with one number a row."""
         state = {"momentum_buffer": torch.zeros_like(param)}
         if group["row_norm_beta2"] is not None:
@@ -101,7 +104,7 @@ class MuonAlgorithm:
             state["row_variance"] = at.zeros(layout, torch.float32, param.device)
         return state
 
-    def pieces(self, at: Placed, group: Group) -> list[Piece]:
+    def pieces(self, at: Placed, group: Group, dealer: Dealer) -> list[Piece]:
         """One a matrix.
 
         Raises:
@@ -118,7 +121,7 @@ class MuonAlgorithm:
         return [
             Piece(
                 at.name,
-                _label(matrix, at.layout.shape) if len(matrices) > 1 else "",
+                matrix.region.label(at.layout.shape),
                 matrix.rows,
                 matrix.cols,
                 self._fields(at, group, matrix),
@@ -147,9 +150,10 @@ class MuonAlgorithm:
         return box.view(target.grad).lerp(buffer, target.group["momentum"])
 
     def compute(
-        self, groups: Sequence[Group], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
+        self, targets: Sequence[Target], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
     ) -> list[list[Tensor]]:
         """Orthogonalise whole matrices."""
+        groups = [target.group for target in targets]
         matrices = [
             whole[0].view(piece.rows, piece.cols) for piece, whole in zip(pieces, fields, strict=True)
         ]
@@ -218,13 +222,3 @@ class MuonAlgorithm:
 def _iterate(group: Group, matrix: Tensor) -> Tensor:
     table: TableName | Coefficients = group["coefficients"]
     return newton_schulz(matrix, coefficients_of(table), dtype=group["ns_dtype"], eps=group["eps"])
-
-
-def _label(matrix: Matrix, shape: Iterable[int]) -> str:
-    """Which part of the parameter a matrix is: [2] of a stack, [0:128] of the rows."""
-    words: list[Any] = []
-    for start, size, whole in zip(*matrix.region, shape, strict=True):
-        if size == whole:
-            break
-        words.append(start if size == 1 and not words else f"{start}:{start + size}")
-    return f"[{', '.join(map(str, words))}]"

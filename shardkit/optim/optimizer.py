@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardkit.optim.algorithm import Algorithm, PieceAlgorithm, Target
+from shardkit.optim.blocks import Dealer
 from shardkit.optim.loading import check_saved_settings, exact_state, plain_settings, read_settings
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
@@ -70,6 +71,7 @@ class ShardedOptimizer(Optimizer):
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
         self.replicas = replicas
         self._members: dict[Tensor, Member] = {}
+        self._dealer = Dealer()
         self._teams: tuple[Team, ...] | None = None  # None: to be made
         super().__init__(params, {**algorithms[algorithm].defaults, **settings})
 
@@ -154,8 +156,9 @@ class ShardedOptimizer(Optimizer):
         """Of a copy, a pickle or a state dict: the groups are new objects, and the members refer to them."""
         super().__setstate__(state)
         before, self._members, self._teams = self._members, {}, None
+        self._dealer = Dealer()
         for index in range(len(self.param_groups)):
-            self._members |= self._made_members(index, before)
+            self._members |= self._made_members(index, before, self._dealer)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -200,16 +203,19 @@ class ShardedOptimizer(Optimizer):
 
     def _take(self, index: int) -> None:
         """Check a new group and give its parameters their state."""
-        members = self._made_members(index, {})
+        dealer = copy.deepcopy(self._dealer)
+        members = self._made_members(index, {}, dealer)
         names = Counter(member.at.name for member in (*self._members.values(), *members.values()))
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"param {twice[0]!r}: two parameters have this name. Give each its own.")
         states = {param: self._new_state(param, member) for param, member in members.items()}
         self._members |= members
         self.state.update(states)
-        self._teams = None
+        self._dealer, self._teams = dealer, None
 
-    def _made_members(self, index: int, before: Mapping[Tensor, Member]) -> dict[Tensor, Member]:
+    def _made_members(
+        self, index: int, before: Mapping[Tensor, Member], dealer: Dealer
+    ) -> dict[Tensor, Member]:
         """The parameters of a group as its settings have them stepped; those in `before` lie as they did."""
         group = self.param_groups[index]
         algorithm = self.algorithms[group["algorithm"]]
@@ -219,7 +225,7 @@ class ShardedOptimizer(Optimizer):
         members = {}
         for name, param in zip(group.get("param_names") or numbers, group["params"], strict=True):
             at = before[param].at if param in before else placed(name, param)
-            pieces = () if worker is None else tuple(worker.pieces(at, group))
+            pieces = () if worker is None else tuple(worker.pieces(at, group, dealer))
             members[param] = Member(at, group, worker, pieces)
         return members
 
@@ -234,7 +240,8 @@ class ShardedOptimizer(Optimizer):
             self._teams = None
 
     def _new_state(self, param: Tensor, member: Member) -> dict[str, Tensor]:
-        return self.algorithms[member.group["algorithm"]].init_state(member.at, param, member.group)
+        algorithm = self.algorithms[member.group["algorithm"]]
+        return algorithm.init_state(member.at, param, member.group, member.pieces)
 
     def _refuse_meta(self) -> None:
         on_meta = [m.at.name for m in self._members.values() if m.at.device.type == "meta"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardkit.optim.adamw import AdamWAlgorithm
 from shardkit.optim.adamw8bit import AdamW8bitAlgorithm
 from shardkit.optim.algorithm import Algorithm
+from shardkit.optim.block_algorithm import BlockAlgorithm
 from shardkit.optim.blockwise import Format
 from shardkit.optim.codes import Bits
 from shardkit.optim.muon import MuonAlgorithm, Orthogonalize, Scale
@@ -20,6 +21,8 @@ from shardkit.optim.newton_schulz import Coefficients, TableName
 from shardkit.optim.optimizer import DEFAULT_BUCKET_BYTES, MissingGrads, Params, ShardedOptimizer
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
+from shardkit.optim.shampoo import Graft, RootName, ShampooRule
+from shardkit.optim.soap import SoapRule
 
 
 class Muon(ShardedOptimizer):
@@ -219,9 +222,139 @@ class AdamW8bit(ShardedOptimizer):
         super().__init__(params, algorithm="adamw8bit", algorithms=_algorithms(None), settings=settings)
 
 
+class Shampoo(ShardedOptimizer):
+    """Shampoo by blocks on parameters in any layout, the same at any world size and layout.
+
+    In float32 on CPUs it is the same to the bit. Blocks never follow the shards: those that a boundary cuts
+    travel, as float32, to the rank that has their state. `step` is collective over the ranks that cut a
+    matrix: all of them must call. State takes about 16 bytes a parameter, and is saved and loaded by torch's
+    distributed checkpoint into any number of ranks.
+
+    Args:
+        params: tensors, named pairs or groups: matrices, stacks (experts, rows, cols), convolutions; those of
+            fewer dims step along the direction that `graft` names. Groups may set another `algorithm`, and
+            `flatten` as for Muon.
+        lr: learning rate; a float or a tensor of one element.
+        betas: of the momentum, and of both sides and the second moment; 1.0 sums in place of a mean.
+        eps: added to the diagonal of both sides, in units of its mean; so tiny gradients are no matter.
+        weight_decay: decoupled, times lr.
+        block: most rows and columns of a block.
+        update_every: steps between new roots of a block; each step renews its share of the blocks.
+        start: the first step in which roots are made, `update_every` by default; before it, and until its own
+            turn comes, a block steps along the direction that `graft` names.
+        graft: whose direction gives a block its norm: "adam", "rmsprop", "sgd" (the momentum), or None, which
+            leaves the norm as it is.
+        graft_eps: added to the root of the second moment.
+        root: how the inverse root is found: "eigh", "qr" (one step of QR a time on earlier eigenvectors), or
+            "newton" (products alone, with eigenvectors where they do not converge).
+        maximize: step upwards.
+        placement: "auto", or "local", which refuses blocks that are cut.
+        bucket_bytes: most bytes that a rank sends or receives at once.
+        missing_grads: see `ShardedOptimizer`.
+
+    Raises:
+        ValueError: a setting out of range, or with "local" a block that is cut.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-12,
+        weight_decay: float = 1e-2,
+        *,
+        block: int = 1024,
+        update_every: int = 50,
+        start: int | None = None,
+        graft: Graft = "adam",
+        graft_eps: float = 1e-8,
+        root: RootName = "eigh",
+        maximize: bool = False,
+        placement: Literal["auto", "local"] = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        missing_grads: MissingGrads = "symmetric",
+    ) -> None:
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block": block,
+            "update_every": update_every,
+            "start": start,
+            "graft": graft,
+            "graft_eps": graft_eps,
+            "root": root,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            algorithm="shampoo",
+            algorithms=_algorithms(None),
+            settings=settings,
+            placing=placement,
+            bucket_bytes=bucket_bytes,
+            missing_grads=missing_grads,
+        )
+
+
+class SOAP(ShardedOptimizer):
+    """SOAP by blocks on parameters in any layout, the same at any world size and layout, as `Shampoo` is.
+
+    The first step of a matrix finds eigenvectors and moves nothing. State takes about 24 bytes a parameter.
+
+    Args:
+        params: as `Shampoo`'s; those of fewer than two dims are stepped as by AdamW.
+        lr, betas, eps, weight_decay, maximize: as AdamW's; the second beta is that of both sides too.
+        block: most rows and columns of a block.
+        update_every: steps between new eigenvectors of a block; each step renews its share of the blocks.
+        placement, bucket_bytes, missing_grads: as `Shampoo`'s.
+
+    Raises:
+        ValueError: a setting out of range, or with "local" a block that is cut.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block: int = 1024,
+        update_every: int = 10,
+        maximize: bool = False,
+        placement: Literal["auto", "local"] = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        missing_grads: MissingGrads = "symmetric",
+    ) -> None:
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block": block,
+            "update_every": update_every,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            algorithm="soap",
+            algorithms=_algorithms(None),
+            settings=settings,
+            placing=placement,
+            bucket_bytes=bucket_bytes,
+            missing_grads=missing_grads,
+        )
+
+
 def _algorithms(orthogonalize: Orthogonalize | None) -> dict[str, Algorithm]:
     return {
         "muon": MuonAlgorithm(orthogonalize),
         "adamw": AdamWAlgorithm(),
         "adamw8bit": AdamW8bitAlgorithm(),
+        "shampoo": BlockAlgorithm(ShampooRule()),
+        "soap": BlockAlgorithm(SoapRule()),
     }

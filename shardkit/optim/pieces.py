@@ -40,6 +40,18 @@ class Region(NamedTuple):
         """The region as a contiguous tensor of its own."""
         return Box(self.offset, self.size, 0, contiguous_stride(self.size))
 
+    def label(self, shape: Sequence[int]) -> str:
+        """Which part of a tensor of `shape` it is: [2] of a stack, [0:128] of the rows, "" for all of it."""
+        words: list[str] = []
+        for start, size, whole in zip(*self, shape, strict=True):
+            if size == whole:
+                words.append(":")
+            else:
+                words.append(str(start) if size == 1 and not words else f"{start}:{start + size}")
+        while words and words[-1] == ":":
+            words.pop()
+        return f"[{', '.join(words)}]" if words else ""
+
 
 class Matrix(NamedTuple):
     """A part of a parameter that is one matrix, of `rows` x `cols` elements."""
@@ -70,6 +82,13 @@ class Field:
     shares: tuple[Share, ...]
 
 
+class Home(NamedTuple):
+    """The rank that has the state of a piece and so works on it, and where in its local tensor it is."""
+
+    rank: int  # index among those that cut the parameter
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A unit of work: fields that come together on a rank, are changed there, and go back.
@@ -80,6 +99,8 @@ class Piece:
         rows, cols: of the matrix.
         fields: the first is the parameter's own; others are state that goes with it.
         flops: floating-point operations of the work on it.
+        home: where its own state is; None if any rank may work on it.
+        number: counts the pieces of an optimizer, so that work can be spread over steps.
     """
 
     param: str
@@ -88,6 +109,8 @@ class Piece:
     cols: int
     fields: tuple[Field, ...]
     flops: float
+    home: Home | None = None
+    number: int = 0
 
     @property
     def name(self) -> str:

@@ -1,18 +1,18 @@
 """Which algorithm a parameter should have: groups with reasons, and no silent choice.
 
-Muon is for the matrices inside a network; embeddings, output heads, gains and biases are AdamW's (Jordan et
-al., 2024). Sending an embedding to Muon is the most common mistake and no error shows it, so every parameter
-needs a rule here, and one without raises.
+Muon, Shampoo and SOAP are for the matrices inside a network; embeddings, output heads, gains and biases are
+AdamW's (Jordan et al., 2024). Sending an embedding to Muon is the most common mistake and no error shows it,
+so every parameter needs a rule here, and one without raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
-RouteName = Literal["muon", "adamw"]
+RouteName = Literal["muon", "shampoo", "soap", "adamw"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")
@@ -25,12 +25,15 @@ class Routed(NamedTuple):
     reason: str
 
 
-def route_params(model: nn.Module, overrides: Mapping[str, RouteName] | None = None) -> dict[str, Routed]:
+def route_params(
+    model: nn.Module, overrides: Mapping[str, RouteName] | None = None, *, algorithm: RouteName = "muon"
+) -> dict[str, Routed]:
     """The algorithm of every trainable parameter with its reason, by fqn; tied ones under their first name.
 
     Args:
         model: sharded or not, on meta or not.
         overrides: fqns, or beginnings of fqns at a dot, that are yours to decide.
+        algorithm: of the matrices.
 
     Raises:
         ValueError: no rule fits a parameter, or an override fits none.
@@ -55,32 +58,37 @@ def route_params(model: nn.Module, overrides: Mapping[str, RouteName] | None = N
         elif param is head:
             routed[name] = Routed("adamw", "an output head: the only layer shaped as the embedding")
         else:
-            routed[name] = _route(model, name, param)
+            routed[name] = _route(model, name, param, algorithm)
     if unused := [key for key in overrides if key not in used]:
         raise ValueError(f"overrides: {unused} name no trainable parameter. Use names of named_parameters().")
     return routed
 
 
 def split_params(
-    model: nn.Module, *, overrides: Mapping[str, RouteName] | None = None
+    model: nn.Module,
+    *,
+    overrides: Mapping[str, RouteName] | None = None,
+    algorithm: RouteName = "muon",
 ) -> list[dict[str, Any]]:
-    """Two groups of named parameters, for Muon and for AdamW, to be handed to either optimizer.
+    """Groups of named parameters, matrices for `algorithm` and the rest for AdamW, for any of the optimizers.
 
         optimizer = Muon(split_params(model), lr=3e-4)
+        optimizer = Shampoo(split_params(model, algorithm="shampoo"), lr=3e-4)
 
     Each group has a key `reasons`: why each of its parameters is there, in order.
 
     Raises:
         ValueError: as `route_params`.
     """
-    routed, params = route_params(model, overrides), dict(model.named_parameters())
+    routed = route_params(model, overrides, algorithm=algorithm)
+    params = dict(model.named_parameters())
     groups = []
-    for algorithm in ("muon", "adamw"):
-        names = [name for name, route in routed.items() if route.algorithm == algorithm]
+    for chosen in get_args(RouteName):
+        names = [name for name, route in routed.items() if route.algorithm == chosen]
         if names:
             reasons = [routed[name].reason for name in names]
             named = [(name, params[name]) for name in names]
-            groups.append({"params": named, "algorithm": algorithm, "reasons": reasons})
+            groups.append({"params": named, "algorithm": chosen, "reasons": reasons})
     return groups
 
 
@@ -100,7 +108,7 @@ def _head(model: nn.Module, embedded: Sequence[Tensor]) -> Tensor | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _route(model: nn.Module, name: str, param: Tensor) -> Routed:
+def _route(model: nn.Module, name: str, param: Tensor, algorithm: RouteName) -> Routed:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     last = path.rpartition(".")[2].lower()
@@ -109,11 +117,11 @@ def _route(model: nn.Module, name: str, param: Tensor) -> Routed:
     if last in _HEADS or leaf in _HEADS:
         return Routed("adamw", "an output head, by its name")
     if isinstance(module, _CONVOLUTIONS):
-        return Routed("muon", "a convolution, taken as (out, rest)")
+        return Routed(algorithm, "a convolution, taken as (out, rest)")
     if param.ndim == 2:
-        return Routed("muon", "a matrix")
+        return Routed(algorithm, "a matrix")
     if param.ndim == 3:
-        return Routed("muon", "a stack of matrices, taken one by one")
+        return Routed(algorithm, "a stack of matrices, taken one by one")
     raise ValueError(
         f"param {name!r}: no rule fits a parameter of shape {tuple(param.shape)} in a "
         f"{type(module).__name__}. Say where it goes: overrides={{{name!r}: 'adamw'}}."

@@ -159,7 +159,13 @@ def _teams_among(members: Sequence[Member], placing: Placing, replicas: Replicas
     for member in members:
         by_ranks.setdefault(member.at.ranks, []).append(member)
     apart = [Team(of_ranks, placing) for of_ranks in by_ranks.values()]
-    if replicas == "redundant" or placing == "local":
+    homed = [member.at.name for member in members if any(piece.home for piece in member.pieces)]
+    if replicas == "shared" and homed:
+        raise ValueError(
+            f"param {homed[0]!r}: replicas='shared' holds for no parameter whose blocks have state, as each "
+            "replica has that on its own ranks. Use replicas='auto'."
+        )
+    if replicas == "redundant" or placing == "local" or homed:
         return apart
     wide = [member.at.over_replicas() for member in members]
     copies = [
@@ -213,7 +219,7 @@ class _TeamWork:
         results: dict[int, list[Tensor]] = {}
         for worker, chosen in by_worker.items():
             done = worker.compute(
-                [self.places[places[i]][1].group for i in chosen],
+                [self.targets[self.places[places[i]][1].at.name] for i in chosen],
                 [self.places[places[i]][2] for i in chosen],
                 [fields[i] for i in chosen],
             )

@@ -11,15 +11,19 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from shardkit.boxes import Layout
+from shardkit.optim.algorithm import PieceAlgorithm
+from shardkit.optim.block_algorithm import BlockAlgorithm
+from shardkit.optim.blocks import Dealer
 from shardkit.optim.muon import MuonAlgorithm
 from shardkit.optim.placed import planned
 from shardkit.optim.planning import Placing, StepPlan
 from shardkit.optim.replicas import Replicas
+from shardkit.optim.shampoo import ShampooRule
 from shardkit.optim.teams import Member, make_teams
 from shardkit.placement import Blocks, RaggedShard, block_numel
 from shardkit.plan import TensorSpec, plan_bucket
 
-AlgorithmName = Literal["muon", "adamw", "adamw8bit"]
+AlgorithmName = Literal["muon", "shampoo", "soap", "adamw", "adamw8bit"]
 
 
 def block_for(
@@ -27,6 +31,7 @@ def block_for(
     algorithm: AlgorithmName,
     *,
     heads: int | None = None,
+    block: int = 1024,
 ) -> Blocks:
     """The wish that spares `algorithm` its exchange for a parameter of `shape`.
 
@@ -35,14 +40,15 @@ def block_for(
     Args:
         shape: of the parameter.
         algorithm: "muon" wants whole matrices, or the rows of one head where `heads` says how many there
-            are; "adamw8bit" whole rows; "adamw" nothing.
+            are; "shampoo" and "soap" whole bands of `block` rows; "adamw8bit" whole rows; "adamw" nothing.
         heads: as in Muon's groups.
+        block: as Shampoo's and SOAP's.
 
     Returns:
         A preferred wish: the planner takes less where it would pad too much.
 
     Raises:
-        ValueError: an unknown algorithm, or heads that do not divide the rows.
+        ValueError: an unknown algorithm, heads that do not divide the rows, or a block below 1.
     """
     if algorithm not in get_args(AlgorithmName):
         raise ValueError(f"block_for: expected one of {get_args(AlgorithmName)}, got {algorithm!r}.")
@@ -51,6 +57,8 @@ def block_for(
     num_rows = shape[1] if len(shape) == 3 else shape[0]
     if algorithm == "adamw8bit":
         return Blocks(1, required=False)
+    if algorithm in ("shampoo", "soap"):
+        return Blocks(min(block, max(1, num_rows)), required=False)
     if heads is not None:
         if heads < 1 or num_rows % heads:
             raise ValueError(f"block_for: heads={heads} do not divide {num_rows} rows of {tuple(shape)}.")
@@ -100,12 +108,33 @@ def muon_plan(
     Raises:
         ValueError: the parameters are cut by different sets of ranks.
     """
-    algorithm = MuonAlgorithm()
-    group = {**algorithm.defaults, **settings}
+    return _plan(MuonAlgorithm(), layouts, placement, replicas, settings)
+
+
+def shampoo_plan(
+    layouts: Mapping[str, Layout], *, placement: Placing = "auto", **settings: object
+) -> StepPlan:
+    """The plan of a Shampoo step for ranks that need not exist, as `muon_plan`.
+
+    Args:
+        layouts: by fqn, matrices only; all cut by the same ranks.
+        placement, settings: as `Shampoo` takes them.
+    """
+    return _plan(BlockAlgorithm(ShampooRule()), layouts, placement, "redundant", settings)
+
+
+def _plan(
+    algorithm: PieceAlgorithm,
+    layouts: Mapping[str, Layout],
+    placement: Placing,
+    replicas: Replicas,
+    settings: Mapping[str, object],
+) -> StepPlan:
+    group, dealer = {**algorithm.defaults, **settings}, Dealer()
     members = []
     for name, layout in layouts.items():
         at = planned(name, layout)
-        members.append(Member(at, group, algorithm, tuple(algorithm.pieces(at, group))))
+        members.append(Member(at, group, algorithm, tuple(algorithm.pieces(at, group, dealer))))
     teams = make_teams(members, placement, replicas)
     if len(teams) != 1:
         raise ValueError(

@@ -85,7 +85,8 @@ def test_a_parameter_without_a_rule_and_an_override_without_a_parameter_raise() 
 
 def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"algorithm: expected one of \['adamw', 'adamw8bit', 'muon'\], got 'lion'"
+        ValueError,
+        match=r"algorithm: expected one of \['adamw', 'adamw8bit', 'muon', 'shampoo', 'soap'\], got 'lion'",
     ):
         Muon([{"params": [torch.zeros(2, 2)], "algorithm": "lion"}])
 

@@ -1,0 +1,286 @@
+"""Blocks of matrices, who works on each, and where the state of a block lies.
+
+Pure: shapes and layouts in, numbers out. A matrix is cut into bands of `block` rows, and these into `block`
+columns; a block is a piece whose state (preconditioners, moments) is on the one rank that works on it. Over
+all blocks of a parameter such a state is one tensor, (row_blocks, col_blocks, n, m) behind the dims of a
+stack, short blocks filled up with zeros; each rank has a run of blocks in row-major order:
+
+    w (40, 32), block 16       rows 0..24 on rank 0, the others on rank 1        owners    0 0
+                               band 1 (rows 16..31) is cut: one block for each             0 1
+                                                                                           1 1
+    its state (3, 2, 16, 16) is RaggedShard((0, 1), (3, 3))
+
+So a checkpoint knows of blocks, not of ranks, and goes to any number of ranks as a ragged parameter does.
+
+[Note: dealing] The blocks of a band go to ranks that hold part of the band, in the order of its rows: owners
+then never fall in row-major order. Each rank is due the cost of what it holds. A band goes to its largest
+holder until that rank has SLACK times its due to do, over all parameters so far, then to the next
+largest; so loads stay even, and little travels. What is dealt depends on the layouts of this and earlier
+parameters of the optimizer alone, never on later ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, product
+from typing import NamedTuple
+
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardkit._torch import strided_shard
+from shardkit.boxes import Layout, local_boxes
+from shardkit.optim.pieces import (
+    Home,
+    Matrix,
+    Piece,
+    Region,
+    Share,
+    coordinates_on,
+    matrices_of,
+    num_stack_dims,
+)
+from shardkit.optim.placed import Placed
+from shardkit.optim.planning import SLACK
+from shardkit.placement import RaggedShard
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """The blocks of a parameter.
+
+    Args:
+        shape: blocks along each dim: those of a stack, rows, columns.
+        rows, cols: of the largest block.
+        blocks: in row-major order of `shape`.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    cols: int
+    blocks: tuple[Matrix, ...]
+
+
+def grid_of(name: str, shape: Sequence[int], block: int, flatten: bool | None = None) -> BlockGrid:
+    """The blocks of at most `block` x `block` in a parameter, from the first row and column of each matrix.
+
+    shape (40, 32), block 16         (3, 2) blocks: 16 x 16, and 8 x 16 in the last band
+    shape (3, 40, 32), block 16      (3, 3, 2): blocks start anew at each of three matrices
+    shape (8, 6, 5, 5), block 64     (1, 3): the columns of a convolution are cut between input channels,
+                                     here after two, 50 columns
+
+    Raises:
+        ValueError: the parameter has fewer than two dims.
+    """
+    matrices = matrices_of(name, shape, flatten=flatten)
+    num_stack = num_stack_dims(shape, flatten)
+    num_rows, num_cols, *inner = shape[num_stack:]
+    inner_numel = max(1, math.prod(inner))
+    band, step = max(1, min(block, num_rows)), max(1, min(block // inner_numel, num_cols))
+    blocks = []
+    for matrix, row, col in product(matrices, range(0, num_rows, band), range(0, num_cols, step)):
+        rows, cols = min(band, num_rows - row), min(step, num_cols - col)
+        offset = (*matrix.region.offset[:num_stack], row, col, *(0 for _ in inner))
+        region = Region(offset, (*(1 for _ in range(num_stack)), rows, cols, *inner))
+        blocks.append(Matrix(region, rows, cols * inner_numel))
+    grid_shape = (*shape[:num_stack], -(-num_rows // band), -(-num_cols // step))
+    return BlockGrid(grid_shape, band, step * inner_numel, tuple(blocks))
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What each rank of a set was due so far, and what it was given."""
+
+    due: list[float]
+    given: list[float]
+
+
+@dataclass(slots=True)
+class Dealer:
+    """Gives every block a home, parameter by parameter; see [Note: dealing].
+
+    Args:
+        num_blocks: dealt so far; the number of the next block.
+    """
+
+    num_blocks: int = 0
+    _ledgers: dict[tuple[int, ...], _Ledger] = field(default_factory=dict)
+
+    def deal(
+        self, at: Placed, grid: BlockGrid, shares: Sequence[Sequence[Share]], flops: Sequence[float]
+    ) -> tuple[Home, ...]:
+        """The homes of the blocks of the next parameter, equal on all its ranks.
+
+        Args:
+            at: where the parameter lies.
+            grid: its blocks.
+            shares: who holds what of each block.
+            flops: the cost of each.
+        """
+        num_ranks = len(at.ranks)
+        ledger = self._ledgers.setdefault(at.ranks, _Ledger([0.0] * num_ranks, [0.0] * num_ranks))
+        homes: dict[int, Home] = {}
+        for column in _columns(at, grid):
+            dealing = _Dealing(column, ledger, shares, flops)
+            for band in column.bands(grid.shape[-1]):
+                dealing.deal_band(band)
+            homes |= dealing.homes()
+        self.num_blocks += len(grid.blocks)
+        return tuple(homes[number] for number in range(len(grid.blocks)))
+
+
+def stack_layout(at: Placed, grid: BlockGrid, pieces: Sequence[Piece], size: tuple[int, int]) -> Layout:
+    """Where state of `size` (rows, cols) a block lies, one tensor over all blocks: with their owners."""
+    run_axis, placements = _axes_of_stack(at, grid)
+    if run_axis is not None:
+        counts = Counter(piece.home.rank for piece in pieces if piece.home is not None)
+        me = coordinates_on(at.layout, at.axes, at.me).index(at.me)
+        mine = next(column for column in _columns(at, grid) if me in column.ranks)
+        units = tuple(counts[rank] for rank in mine.ranks)
+        placements[run_axis] = RaggedShard(tuple(range(len(grid.shape))), units)
+    return Layout((*grid.shape, *size), at.layout.mesh_shape, tuple(placements))
+
+
+class _Column(NamedTuple):
+    """Ranks that differ on the axis of the runs alone, in order, and the blocks that they share out."""
+
+    ranks: tuple[int, ...]
+    blocks: tuple[int, ...]
+    in_order: bool  # whether what a rank holds comes behind what the rank before it holds
+
+    def bands(self, num_cols: int) -> list[list[int]]:
+        """The blocks band by band; all as one where the ranks hold parts of all bands alike."""
+        found = groupby(self.blocks, lambda number: number // num_cols if self.in_order else 0)
+        return [list(band) for _, band in found]
+
+
+class _Dealing:
+    """The blocks of one column, band by band."""
+
+    def __init__(
+        self, column: _Column, ledger: _Ledger, shares: Sequence[Sequence[Share]], flops: Sequence[float]
+    ) -> None:
+        self.column, self.ledger, self.shares, self.flops = column, ledger, shares, flops
+        self.place = {rank: place for place, rank in enumerate(column.ranks)}
+        self.owners: list[int] = []  # places in column.ranks, never falling
+
+    def deal_band(self, band: list[int]) -> None:
+        """Give the blocks of a band to the ranks that hold part of it."""
+        held: Counter[int] = Counter()
+        for number in band:
+            held.update(self._held(number))
+        cost = sum(self.flops[number] for number in band)
+        if not held:  # other columns hold it: a tensor-parallel cut between the edges of blocks
+            held[self.owners[-1] if self.owners else 0] = 1
+        for place, numel in held.items():
+            self.ledger.due[self.column.ranks[place]] += cost * numel / held.total()
+        counts = self._counts(held, len(band), cost / len(band))
+        wanted = (place for place in sorted(counts) for _ in range(counts[place]))
+        for number, place in zip(band, wanted, strict=True):
+            first = self.owners[-1] if self.owners else 0
+            fitting = [other for other in self._held(number) if other >= first]
+            owner = min(fitting, key=lambda other: (abs(other - place), other), default=max(place, first))
+            self.owners.append(owner)
+            self.ledger.given[self.column.ranks[owner]] += self.flops[number]
+
+    def homes(self) -> dict[int, Home]:
+        """What was dealt, and where each block is in its owner's run."""
+        slots: Counter[int] = Counter()
+        found = {}
+        for number, owner in zip(self.column.blocks, self.owners, strict=True):
+            found[number] = Home(self.column.ranks[owner], slots[owner])
+            slots[owner] += 1
+        return found
+
+    def _held(self, number: int) -> dict[int, int]:
+        """Elements of a block by place; all the same where order says nothing."""
+        if not self.column.in_order:
+            return dict.fromkeys(range(len(self.column.ranks)), 1)
+        return {self.place[s.holder]: s.numel for s in self.shares[number] if s.holder in self.place}
+
+    def _counts(self, held: Counter[int], num_blocks: int, cost: float) -> Counter[int]:
+        """Blocks of `cost` each for the holders of a band: [Note: dealing]."""
+        due, given = self.ledger.due, self.ledger.given
+        counts: Counter[int] = Counter()
+
+        def room(place: int, slack: float) -> float:
+            rank = self.column.ranks[place]
+            return slack * due[rank] - given[rank] - counts[place] * cost
+
+        for place in sorted(held, key=lambda place: (-held[place], place)):
+            left = num_blocks - counts.total()
+            counts[place] = max(0, min(left, math.floor(room(place, SLACK) / cost + 1e-6)))
+        while counts.total() < num_blocks:
+            counts[max(held, key=lambda place: (room(place, 1.0), -place))] += 1
+        return counts
+
+
+def _columns(at: Placed, grid: BlockGrid) -> Iterator[_Column]:
+    """The ranks of the parameter by their places on the other axes, with the blocks of each such place."""
+    run_axis, placements = _axes_of_stack(at, grid)
+    layout = Layout(grid.shape, at.layout.mesh_shape, tuple(placements))
+    by_place: dict[tuple[int, ...], list[int]] = {}
+    coordinates = coordinates_on(at.layout, at.axes, at.me)
+    for rank, coordinate in enumerate(coordinates):
+        other = tuple(0 if axis == run_axis else c for axis, c in enumerate(coordinate))
+        by_place.setdefault(other, []).append(rank)
+    in_order = run_axis is not None and _cuts_in_order(at, run_axis, len(grid.shape))
+    for other, ranks in by_place.items():
+        blocks = [
+            sum(i * math.prod(grid.shape[dim + 1 :]) for dim, i in enumerate(index))
+            for box in local_boxes(layout, other)
+            for index in product(*(range(a, a + n) for a, n in zip(box.offset, box.size, strict=True)))
+        ]
+        yield _Column(tuple(ranks), tuple(blocks), in_order or len(ranks) == 1)
+
+
+def _axes_of_stack(at: Placed, grid: BlockGrid) -> tuple[int | None, list[Placement]]:
+    """The mesh axis along which the blocks are dealt in runs, and what the other axes do with the grid.
+
+    That is the ragged axis, or the first that cuts, or the last of those that cut what this one leaves. The
+    others chunk the dim of the grid that they cut in the parameter, or one that they divide more evenly; so
+    does the first, where it cuts columns at the edges of blocks and nothing need travel.
+    """
+    layout = at.layout
+    placements: list[Placement] = [Replicate() for _ in layout.placements]
+    run_axis = layout.ragged_axis if layout.ragged_axis in at.axes else next(iter(at.axes), None)
+    for axis in at.axes:
+        cut = layout.placements[axis]
+        if run_axis is not None and type(cut) is Shard and cut == layout.placements[run_axis]:
+            run_axis = axis
+    for axis in at.axes:
+        dim = _grid_dim(layout, axis, len(grid.shape))
+        if axis != run_axis:
+            num_ranks = layout.mesh_shape[axis]
+            fullest = [-(-n // num_ranks) / max(1, n) for n in grid.shape]
+            dim = min(range(len(fullest)), key=lambda d: (fullest[d], d != dim, d))
+            placements[axis] = Shard(dim)
+        elif dim == len(grid.shape) - 1 and _cuts_between_blocks(layout, axis, grid):
+            placements[axis] = Shard(dim)
+            run_axis = None
+    return run_axis, placements
+
+
+def _grid_dim(layout: Layout, axis: int, num_dims: int) -> int:
+    """The dim of the grid that an axis cuts; a ragged one the first."""
+    placement = layout.placements[axis]
+    strided = strided_shard(placement)
+    if strided is not None:
+        return min(strided[0], num_dims - 1)
+    return min(placement.dim, num_dims - 1) if isinstance(placement, Shard) else 0
+
+
+def _cuts_in_order(at: Placed, axis: int, num_dims: int) -> bool:
+    return isinstance(at.layout.placements[axis], RaggedShard) or (
+        _grid_dim(at.layout, axis, num_dims) < num_dims - 1
+    )
+
+
+def _cuts_between_blocks(layout: Layout, axis: int, grid: BlockGrid) -> bool:
+    """Whether every rank of an axis that cuts columns has as many whole blocks of them."""
+    placement, dim = layout.placements[axis], len(grid.shape) - 1
+    if not grid.blocks or type(placement) is not Shard or placement.dim != dim:
+        return False
+    return layout.shape[dim] % (layout.mesh_shape[axis] * grid.blocks[0].region.size[dim]) == 0
