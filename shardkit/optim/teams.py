@@ -117,22 +117,23 @@ class Team:
 
 
 def agree(members: Iterable[Member], have_grad: Mapping[str, bool]) -> dict[str, bool]:
-    """Which members have a gradient on any of the ranks that cut them, those stepped element by element too.
+    """Which members have a gradient on any rank that holds a part, those stepped element by element too.
 
-    Collective over each such set of ranks: all must call, with the same members.
+    Collective over each set of such ranks: all must call, with the same members.
     """
-    by_ranks: dict[tuple[int, ...], list[Member]] = {}
+    by_ranks: dict[tuple[int, ...], list[Placed]] = {}
     for member in members:
-        by_ranks.setdefault(member.at.ranks, []).append(member)
+        at = member.at.over_replicas()
+        by_ranks.setdefault(at.ranks, []).append(at)
     agreed: dict[str, bool] = {}
-    for cut in by_ranks.values():
-        device = cut[0].at.device
-        own = [have_grad[member.at.name] for member in cut]
+    for held in by_ranks.values():
+        device = held[0].device
+        own = [have_grad[at.name] for at in held]
         flags = torch.tensor(own, dtype=torch.int32, device=device)
-        for group in cut[0].at.groups:
+        for group in held[0].groups:
             route = Route(group, backend_name(group, device), 0)
             all_reduce(flags, route, "optimizer step, asking which gradients are missing").wait()
-        agreed |= {m.at.name: bool(flag) for m, flag in zip(cut, flags.tolist(), strict=True)}
+        agreed |= {at.name: bool(flag) for at, flag in zip(held, flags.tolist(), strict=True)}
     return agreed
 
 

@@ -154,3 +154,21 @@ def test_a_parameter_without_gradient_stays_as_it_is_when_replicas_share(missing
             assert torch.equal(param.full_tensor(), expected)
 
     run_ranks(run, 4)
+
+
+def test_replicas_that_share_agree_on_a_gradient_that_one_of_them_lacks() -> None:
+    """No hang: what one has is stepped by all, from the gradient of the worker's replica."""
+
+    def run(rank: int, world_size: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2, 2))
+        (param,) = sharded(matrices(0, [(48, 32)]), mesh, lambda i, shape: (R, rows_of(48, 2)))
+        optimizer = Muon([param], lr=0.02, replicas="shared", missing_grads="agree", placement="owner")
+        give_grads([param], matrices(1, [(48, 32)]))
+        if rank >= 2:
+            param.grad = None
+        optimizer.step()
+        return param.full_tensor().detach()
+
+    results = run_ranks(run, 4, timeout=20)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert not torch.equal(results[0], matrices(0, [(48, 32)])[0])
