@@ -415,12 +415,15 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
-def new_group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+def new_group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
     """A group of these ranks with the default group's timeout; torch would give it half an hour.
 
-    Collective over `ranks` alone: no other rank need call.
+    Collective over `ranks` alone: no other rank need call. None where the default group was bound to its
+    device: torch would split that, which all of its ranks have to join, and it is open already.
     """
     assert dist.group.WORLD is not None
+    if dist.group.WORLD.bound_device_id is not None:
+        return None
     timeout = dist.group.WORLD._get_backend(device).options._timeout
     group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)

@@ -102,18 +102,31 @@ class Team:
         index = self.ranks.index(rank)
         if len(self.ranks) == 1:
             return Engine(self.plan, Ranks(index, (0,), None), device, bucket_bytes)
-        group = at.groups[0]
-        if has_peers(group, device):
-            for axis_group in at.groups:
-                check_agreement(self.plan.lines, axis_group, "optimizer step")
-            if len(at.groups) > 1:
-                group = new_group_of(self.ranks, device)
-            route = Route(group, backend_name(group, device), 0)
-            all_reduce(torch.zeros(1, device=device), route, "optimizer step, first message").wait()
+        group = self._opened_group(at)
         order = dist.get_process_group_ranks(group)
         group_ranks = tuple(order.index(global_rank) for global_rank in self.ranks)
         route = route_of(self.plan, group, backend_name(group, device))
         return Engine(self.plan, Ranks(index, group_ranks, route), device, bucket_bytes)
+
+    def _opened_group(self, at: Placed) -> dist.ProcessGroup:
+        """The group over which messages pass, of one axis or of exactly the ranks of several.
+
+        Plans are compared first. Then each rank gives one number: the first messages of a group on NCCL must
+        be met by all its ranks, and a step's may not concern all.
+        """
+        label, world = "optimizer step", dist.group.WORLD
+        assert world is not None
+        own = at.groups[0] if len(at.groups) == 1 else None
+        if not has_peers(at.groups[0], at.device):
+            return own or world
+        for axis_group in at.groups:
+            check_agreement(self.plan.lines, axis_group, label)
+        own = own or new_group_of(self.ranks, at.device)
+        if own is None:
+            return world
+        route = Route(own, backend_name(own, at.device), 0)
+        all_reduce(torch.zeros(1, device=at.device), route, f"{label}, first message").wait()
+        return own
 
 
 def agree(members: Iterable[Member], have_grad: Mapping[str, bool]) -> dict[str, bool]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -149,11 +150,17 @@ def test_a_rank_that_skips_a_step_and_goes_on_is_no_step_behind_the_others() -> 
     assert "unit '" in second and "all_gather" in second
 
 
-def test_a_rank_on_no_mesh_of_the_parameters_is_not_waited_for() -> None:
-    """As that of another pipeline stage, which may step earlier or later."""
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_rank_on_no_mesh_of_the_parameters_is_not_waited_for(is_bound: bool) -> None:
+    """As that of another pipeline stage, which may step earlier or later.
+
+    A default group that is bound to its device is used itself; torch would split it, which takes all ranks.
+    """
 
     def run(rank: int, world_size: int) -> None:
         mesh = DeviceMesh("cpu", [[0, 1], [3, 4]])
+        if is_bound:
+            dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
         if rank == 2:
             return
         params = sharded(matrices(0, SHAPES), mesh, lambda i, shape: ALONG["two axes"])

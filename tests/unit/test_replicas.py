@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor.placement_types import Replicate, Shard
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardkit.boxes import Layout
+from shardkit.boxes import Layout, local_part
 from shardkit.optim import Muon, muon_plan, ragged_layouts
 from shardkit.optim.planning import StepPlan
 from shardkit.optim.replicas import block_sizes, copies_of, cost_of
@@ -115,3 +120,20 @@ def test_parameters_on_different_ranks_have_no_plan_in_common() -> None:
 def test_a_wish_that_means_nothing_is_refused(settings: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Muon([torch.zeros(2, 2)], **settings)
+
+
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(1), Shard(0))])
+def test_a_step_among_ranks_that_do_not_exist_comes_to_an_end(placements: tuple[Placement, ...]) -> None:
+    """As benchmarks of one rank's part make it, on one axis that cuts and on two."""
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 4))
+        local = local_part(torch.ones(8, 6), Layout((8, 6), (2, 4), placements), (1, 1))
+        param = nn.Parameter(DTensor.from_local(local, mesh, placements))
+        optimizer = Muon([param], placement="owner")
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        (plan,) = optimizer.plan().steps
+        assert plan.num_ranks == (4 if placements[0] == Replicate() else 8)
+    finally:
+        dist.destroy_process_group()
