@@ -226,7 +226,7 @@ def _columns(at: Placed, grid: BlockGrid) -> Iterator[_Column]:
     for rank, coordinate in enumerate(coordinates):
         other = tuple(0 if axis == run_axis else c for axis, c in enumerate(coordinate))
         by_place.setdefault(other, []).append(rank)
-    in_order = run_axis is not None and _cuts_in_order(at, run_axis, len(grid.shape))
+    in_order = run_axis is not None and _cuts_in_order(at.layout, run_axis, grid)
     for other, ranks in by_place.items():
         blocks = [
             sum(i * math.prod(grid.shape[dim + 1 :]) for dim, i in enumerate(index))
@@ -241,7 +241,8 @@ def _axes_of_stack(at: Placed, grid: BlockGrid) -> tuple[int | None, list[Placem
 
     That is the ragged axis, or the first that cuts, or the last of those that cut what this one leaves. The
     others chunk the dim of the grid that they cut in the parameter, or one that they divide more evenly; so
-    does the first, where it cuts columns at the edges of blocks and nothing need travel.
+    does the first, where it cuts columns, or rows of each matrix of a stack, at the edges of blocks: a run
+    would have all blocks travel then, and so none does.
     """
     layout = at.layout
     placements: list[Placement] = [Replicate() for _ in layout.placements]
@@ -257,7 +258,7 @@ def _axes_of_stack(at: Placed, grid: BlockGrid) -> tuple[int | None, list[Placem
             fullest = [-(-n // num_ranks) / max(1, n) for n in grid.shape]
             dim = min(range(len(fullest)), key=lambda d: (fullest[d], d != dim, d))
             placements[axis] = Shard(dim)
-        elif dim == len(grid.shape) - 1 and _cuts_between_blocks(layout, axis, grid):
+        elif not _cuts_in_order(layout, axis, grid) and _cuts_between_blocks(layout, axis, grid):
             placements[axis] = Shard(dim)
             run_axis = None
     return run_axis, placements
@@ -272,15 +273,17 @@ def _grid_dim(layout: Layout, axis: int, num_dims: int) -> int:
     return min(placement.dim, num_dims - 1) if isinstance(placement, Shard) else 0
 
 
-def _cuts_in_order(at: Placed, axis: int, num_dims: int) -> bool:
-    return isinstance(at.layout.placements[axis], RaggedShard) or (
-        _grid_dim(at.layout, axis, num_dims) < num_dims - 1
-    )
+def _cuts_in_order(layout: Layout, axis: int, grid: BlockGrid) -> bool:
+    """Whether in row-major order the blocks of a rank come behind those of the rank before it."""
+    if isinstance(layout.placements[axis], RaggedShard):
+        return True
+    return math.prod(grid.shape[: _grid_dim(layout, axis, len(grid.shape))]) == 1
 
 
 def _cuts_between_blocks(layout: Layout, axis: int, grid: BlockGrid) -> bool:
-    """Whether every rank of an axis that cuts columns has as many whole blocks of them."""
-    placement, dim = layout.placements[axis], len(grid.shape) - 1
-    if not grid.blocks or type(placement) is not Shard or placement.dim != dim:
+    """Whether every rank of an axis has as many whole blocks along the dim that it cuts."""
+    placement = layout.placements[axis]
+    if not grid.blocks or type(placement) is not Shard or placement.dim >= len(grid.shape):
         return False
-    return layout.shape[dim] % (layout.mesh_shape[axis] * grid.blocks[0].region.size[dim]) == 0
+    edge = layout.mesh_shape[axis] * grid.blocks[0].region.size[placement.dim]
+    return layout.shape[placement.dim] % edge == 0

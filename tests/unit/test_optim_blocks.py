@@ -63,6 +63,7 @@ def test_columns_that_are_cut_between_blocks_stay_where_they_are() -> None:
     at = planned("w", Layout((32, 64), (2,), (Shard(1),)))
     state = stack_layout(at, grid_of("w", (32, 64), 16), pieces_of(at, 16), (16, 16))
     assert state.placements == (Shard(1),)
+    assert owners(Layout((2, 64, 16), (2,), (Shard(1),)), 16) == [0, 0, 1, 1] * 2
     cut = owners(Layout((32, 64), (3,), (Shard(1),)), 16)
     assert cut == sorted(cut) and {cut.count(rank) for rank in range(3)} <= {2, 3}
 
@@ -100,6 +101,10 @@ def test_every_block_has_one_home_and_its_state_lies_there(layout: Layout, block
     """The slots of a rank are the places of its own local tensor, for every rank as it sees itself."""
     at = planned("w", layout)
     grid, pieces = grid_of("w", layout.shape, block), pieces_of(at, block)
+    if at.axes == (0,) and layout.placements[0] not in (Shard(1), Shard(2)):
+        for piece in pieces:
+            assert piece.home is not None
+            assert piece.home.rank in {share.holder for share in piece.fields[0].shares}
     coordinates = [
         tuple(c if axis in at.axes else 0 for axis, c in enumerate(place))
         for place in ((i, j) for i in range(layout.mesh_shape[0]) for j in range(layout.mesh_shape[1]))
