@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit import Blocks, fully_shard, materialize_
 from shardkit.checkpoint import set_optimizer_state_dict
-from shardkit.optim import AdamW, AdamW8bit, Muon
+from shardkit.optim import AdamW, AdamW8bit, Muon, Shampoo
 from shardkit.optim.optimizer import ShardedOptimizer
 from tests.parity.test_muon import give_grads, matrices
 from tests.support.ranks import errors_on_all_ranks, run_ranks
@@ -43,7 +43,8 @@ def mixed(model: nn.Module, lr: float = 0.01, **settings: object) -> Muon:
     """Every algorithm in one optimizer."""
     named = list(model.named_parameters())
     groups = [
-        {"params": named[:2]},
+        {"params": named[:1]},
+        {"params": named[1:2], "algorithm": "shampoo", "block": 40, "update_every": 2},
         {"params": named[2:3], "algorithm": "adamw"},
         {"params": named[3:], "algorithm": "adamw8bit"},
     ]
@@ -87,14 +88,15 @@ def here(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_one_optimizer_of_three_algorithms_steps_as_three_optimizers(
+def test_one_optimizer_of_four_algorithms_steps_as_four_optimizers(
     wish: Blocks | None, world_size: int
 ) -> None:
     def run(rank: int, world_size: int) -> None:
         models = [sharded_weights(world_size, wish) for _ in range(2)]
         one, named = mixed(models[0]), list(models[1].named_parameters())
-        three = [
-            Muon(named[:2], lr=0.01, row_norm_beta2=0.95),
+        four = [
+            Muon(named[:1], lr=0.01, row_norm_beta2=0.95),
+            Shampoo(named[1:2], lr=0.01, weight_decay=0.1, block=40, update_every=2),
             AdamW(named[2:3], lr=0.01, weight_decay=0.1),
             AdamW8bit(named[3:], lr=0.01, weight_decay=0.1),
         ]
@@ -102,7 +104,7 @@ def test_one_optimizer_of_three_algorithms_steps_as_three_optimizers(
             for model in models:
                 params = list(model.parameters())
                 give_grads(params, matrices(step, SHAPES))
-            for optimizer in (one, *three):
+            for optimizer in (one, *four):
                 optimizer.step()
         for param, twin in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(here(param), here(twin))
@@ -174,17 +176,39 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None
     with pytest.raises(ValueError, match=r"'w0': expected its row_variance to be \(96, 1\), got nothing"):
         optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][2]["block"] = 128
-    with pytest.raises(ValueError, match=r"group 2: this optimizer has block=256, .* with 128"):
+    saved["param_groups"][3]["block"] = 128
+    with pytest.raises(ValueError, match=r"group 3: this optimizer has block=256, .* with 128"):
         optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][1]["algorithm"] = "muon"
+    saved["param_groups"][2]["algorithm"] = "muon"
     saved["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(ValueError, match=r"group 1: this optimizer has algorithm='adamw'.* with 'muon'"):
+    with pytest.raises(ValueError, match=r"group 2: this optimizer has algorithm='adamw'.* with 'muon'"):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
     assert_equal(optimizer, before)
+
+
+def test_state_of_blocks_stays_with_its_rank_whatever_a_loaded_group_says_of_their_cost() -> None:
+    shapes = [(61, 115), (71, 38), (12, 108), (122, 75)]  # dealt otherwise where roots cost more
+
+    def run(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (world_size,))
+        wholes = [torch.ones(shape) for shape in shapes]
+        sets = [[distribute_tensor(whole, mesh, [Shard(0)]) for whole in wholes] for _ in range(2)]
+        saved, resumed = (
+            Shampoo(params, lr=0.01, block=40, update_every=every)
+            for params, every in zip(sets, (1, 1000), strict=True)
+        )
+        steps(saved, 1, 2)
+        for param, twin in zip(*sets, strict=True):
+            here(twin).copy_(here(param))
+        resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+        for optimizer in (saved, resumed):
+            steps(optimizer, 3, 4)
+        assert_equal(saved, resumed)
+
+    run_ranks(run, 2)
 
 
 COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {
@@ -263,7 +287,7 @@ def test_a_refused_group_is_left_out() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             optimizer.add_param_group({"params": params})
-    assert len(optimizer.param_groups) == 3 and len(optimizer.state) == 4
+    assert len(optimizer.param_groups) == 4 and len(optimizer.state) == 4
     steps(optimizer, 1)
 
 
