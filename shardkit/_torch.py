@@ -21,6 +21,8 @@ import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ReduceScatterOptions, Store
 from torch._compile import _disable_dynamo
+from torch._library.custom_ops import CustomOpDef
+from torch._library.effects import EffectType
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -265,6 +267,12 @@ def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) ->
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """All products in one call; the public clip_grads_with_norm_ takes DTensors only with a DTensor norm."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def keep_in_order(op: CustomOpDef) -> None:
+    """Let compiled graphs run an operator where the program did; torch documents no way to say so yet."""
+    if hasattr(op, "register_effect"):  # torch 2.11 has none
+        op.register_effect(EffectType.ORDERED)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

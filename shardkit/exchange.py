@@ -142,6 +142,34 @@ def transfer(local: torch.Tensor, source: Layout, target: Layout, mesh: DeviceMe
     return Transfer(_start(sends, receives, mesh, me), finish)
 
 
+# A compiled graph holds no mesh, only the text that names a route here. Tracing writes it, in every process.
+_routes: dict[str, tuple[Layout, Layout, DeviceMesh]] = {}
+
+
+def traced_transfer(local: torch.Tensor, source: Layout, target: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """The local tensor in the layout `target`, as one operator of the graph that a compiler traces."""
+    groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
+    route = f"{source} -> {target} on groups {groups}"
+    _routes[route] = source, target, mesh
+    moved: torch.Tensor = _transfer_in_graph(local, route)
+    return moved
+
+
+@torch.library.custom_op("shardkit::transfer", mutates_args=())
+def _transfer_in_graph(local: torch.Tensor, route: str) -> torch.Tensor:
+    moved = transfer(local, *_routes[route]).wait()
+    return moved.clone() if moved is local else moved  # an operator may not return what it got
+
+
+@_transfer_in_graph.register_fake
+def _transferred_shape(local: torch.Tensor, route: str) -> torch.Tensor:
+    _, target, mesh = _routes[route]
+    return local.new_empty(local_shape(target, coordinate_of(mesh)))
+
+
+_torch.keep_in_order(_transfer_in_graph)  # messages carry no name: all ranks have to send them in one order
+
+
 def scatter(
     full: torch.Tensor, layout: Layout, mesh: DeviceMesh, root: Coordinate, device: torch.device
 ) -> torch.Tensor:

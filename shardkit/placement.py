@@ -235,6 +235,10 @@ class RaggedShard(Placement):
     def __str__(self) -> str:
         return repr(self)
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type[RaggedShard]]]:
+        """How a graph of torch.compile writes it down, as torch's own placements say."""
+        return repr(self), {"RaggedShard": RaggedShard}
+
     def __reduce__(self) -> tuple[type[RaggedShard], tuple[tuple[int, ...], tuple[int, ...], int]]:
         return RaggedShard, (self.dims, self.local_units, self.block)
 

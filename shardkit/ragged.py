@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal, overload
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ import shardkit.ragged_views  # noqa: F401  these two register their rules
 from shardkit import _torch, ragged_ops
 from shardkit._torch import DTensorSpec, OpOverload, local_of, make_spec, meta_of, new_dtensor, spec_of
 from shardkit.boxes import Box, local_boxes, local_part, local_shape
-from shardkit.exchange import Transfer, scatter, transfer
+from shardkit.exchange import Transfer, scatter, traced_transfer, transfer
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.specs import ThisMesh, coordinate_of, interned_spec, layout_of, same_placements
 
@@ -81,6 +82,11 @@ class RaggedTensor(DTensor):
         Raises:
             ValueError: if the local tensor is not what these placements give this rank.
         """
+        if torch.compiler.is_dynamo_compiling():
+            raise NotImplementedError(
+                "RaggedTensor.from_local inside torch.compile: a compiled function can take and return a "
+                "RaggedTensor, not make one of a plain tensor. Call from_local outside of it."
+            )
         placements = tuple(placements)
         size = _global_shape(local_tensor, placements) if shape is None else torch.Size(shape)
         spec = ragged_spec(device_mesh, placements, size, local_tensor.dtype)
@@ -163,6 +169,15 @@ class RaggedTensor(DTensor):
         plain = _torch.unflatten_dtensor(inner_tensors, flatten_spec, outer_size, outer_stride)
         return _wrap_ragged(local_of(plain), spec_of(plain), plain.requires_grad)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Where torch.compile looks for a traced graph on disk: nowhere.
+
+        DTensor's own answer is equal on ranks that hold another number of rows, so that one would run what
+        another compiled; and a graph that was not traced here has no routes here. What inductor made of the
+        local tensors is still found again.
+        """
+        return uuid4().hex
+
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """One item a box; torch's distributed checkpoint would take this rank's part for the whole."""
         properties = TensorProperties.create_from_tensor(local_of(self))
@@ -233,17 +248,29 @@ def redistribute(
         tensor: a DTensor, ragged or not.
         placements: one for each mesh axis.
         async_op: True returns a `Redistribution` at once, whose `wait()` gives the tensor. Not
-        differentiable.
+            differentiable, and not inside torch.compile.
 
     Raises:
         ValueError: if the tensor cannot lie so.
-        NotImplementedError: for a Partial target, a Partial source other than a sum or mean, two ragged axes.
+        NotImplementedError: for a Partial target, a Partial source other than a sum or mean, two ragged axes;
+            inside torch.compile for a source that is not ragged.
     """
+    if torch.compiler.is_dynamo_compiling():  # it takes a method as a whole, and would look into this
+        if not isinstance(tensor, RaggedTensor) and any(isinstance(p, RaggedShard) for p in placements):
+            raise NotImplementedError(
+                "redistribute of a stock DTensor to a ragged layout inside torch.compile: only a "
+                "RaggedTensor can be redistributed there. Do it outside of the compiled function."
+            )
+        return tensor.redistribute(placements=placements, async_op=async_op)
     source = spec_of(tensor)
     target = _with_placements(source, placements)
     if not (_is_ragged(source) or _is_ragged(target)):
         return tensor.redistribute(placements=target.placements, async_op=async_op)
     if async_op:
+        if _torch.is_traced(local_of(tensor)):
+            raise NotImplementedError(
+                "redistribute(async_op=True) inside torch.compile: a graph holds no handle. Leave it out."
+            )
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(
                 "redistribute(async_op=True) is not differentiable. Call it under torch.no_grad()."
@@ -339,10 +366,8 @@ def _move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Tran
     if same_placements(source.placements, target.placements) and not (_is_ragged(source) and beside):
         return Transfer([], lambda: local)  # else only here, maybe: other ranks of a Shard have other units
     if _torch.is_traced(local):
-        raise NotImplementedError(
-            f"redistribute from {source.placements} to {target.placements} inside torch.compile: messages "
-            "cannot be traced. Call it outside the compiled function and pass the result in."
-        )
+        moved = traced_transfer(local, layout_of(source), layout_of(target), source.mesh)
+        return Transfer([], lambda: moved)
     return transfer(local, layout_of(source), layout_of(target), source.mesh)
 
 
