@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import ReduceScatterOptions, Store
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import CustomOpDef
-from torch._library.effects import EffectType
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -91,6 +90,11 @@ except ImportError:  # torch 2.11 has none
     def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
         return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
+
+try:
+    from torch._library.effects import EffectType
+except ImportError:  # older ones may not have it: there inductor may reorder what is independent
+    EffectType = None  # type: ignore[assignment, misc]
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as ShardPlacementResult
@@ -271,7 +275,7 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def keep_in_order(op: CustomOpDef) -> None:
     """Let compiled graphs run an operator where the program did; torch documents no way to say so yet."""
-    if hasattr(op, "register_effect"):  # torch 2.11 has none
+    if EffectType is not None and hasattr(op, "register_effect"):
         op.register_effect(EffectType.ORDERED)
 
 
