@@ -96,6 +96,25 @@ def test_lower_bound_holds_for_every_order() -> None:
     assert num_tight > 1_000
 
 
+def test_a_search_under_a_bound_finds_less_than_it_or_nothing() -> None:
+    """So a tie goes to the earlier order."""
+    rng = random.Random(4)
+    for _ in range(2_000):
+        items, shards = random_instance(rng, num_items=4)
+        lattices = lattices_of(Counter(items), shards)
+        least_numel = exhaustive_shard_numel(items, shards)
+        assert pack_in_order(items, range(len(items)), shards, lattices, below=least_numel) is None
+        found = pack_in_order(items, range(len(items)), shards, lattices, below=least_numel + 1)
+        assert found is not None and found[0] == least_numel, (items, shards)
+
+
+def test_a_tensor_that_may_not_cover_a_shard_bounds_it_by_half() -> None:
+    """30 elements in blocks of 7 on 4 ranks: shards of 8 would do, were it not for the blocks."""
+    shards = Shards(4, 1, 1)
+    (packing,) = pack((item_of(30, 7, 30),), shards, max_buckets=1)
+    assert (packing.shard_numel, packing.lower_bound_numel) == (14, 14)
+
+
 small_items = st.builds(
     lambda numel, block_numel: item_of(numel, block_numel, numel), st.integers(0, 14), st.integers(1, 6)
 )
