@@ -86,6 +86,12 @@ def _every_pair(rank: int, world_size: int, mesh_shape: tuple[int, ...]) -> None
         has = set(distribute_tensor(index, mesh, source).to_local().flatten().tolist())
         wants = set(distribute_tensor(index, mesh, target).to_local().flatten().tolist())
         assert counts[0] == len(wants - has), f"{what}: received {counts[0]}, needs {len(wants - has)}"
+        if not has:
+            assert counts[1] == 0, f"{what}: a rank that holds nothing sends"
+        with _counted() as counts_async:
+            handle = redistribute(tensor, target, async_op=True)
+        assert counts_async == counts, what
+        assert torch.equal(handle.wait().to_local(), wanted.to_local()), what
         sent = torch.tensor(counts)
         dist.all_reduce(sent)
         assert sent[0] == sent[1], what
@@ -114,8 +120,17 @@ def _pending(rank: int, world_size: int, mesh_shape: tuple[int, ...]) -> None:
             moved = redistribute(tensor, target)
         wanted = distribute_tensor(expected, mesh, target, src_data_rank=None)
         assert torch.equal(moved.to_local(), wanted.to_local()), what
-        if source == (Partial(),):
-            assert counts[0] == 2 * wanted.to_local().numel(), f"{what}: not a reduce-scatter"
+        index = torch.arange(24, dtype=torch.float64).view(SHAPE)
+        has = set(distribute_tensor(index, mesh, spread).to_local().flatten().tolist())
+        wants = set(distribute_tensor(index, mesh, target).to_local().flatten().tolist())
+        moving_axes = [
+            axis
+            for axis, (p, q) in enumerate(zip(source, target, strict=True))
+            if isinstance(p, Partial) and not isinstance(q, Replicate)
+        ]
+        num_summands = math.prod(mesh.size(axis) for axis in moving_axes)
+        needed = num_summands * len(wants) - len(wants & has)  # one of its own, where it has the element
+        assert counts[0] == needed, f"{what}: received {counts[0]}, needs {needed}"
 
 
 def _summands(
