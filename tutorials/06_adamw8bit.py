@@ -1,4 +1,5 @@
-"""Train with 8-bit moments on shards of whole rows: a fourth of the state, the numbers of one process.
+"""Train with 8-bit moments on shards of whole rows: a fourth of the state, the numbers of one process,
+the loss of AdamW.
 
     python tutorials/06_adamw8bit.py
 
@@ -8,6 +9,12 @@ what they hold, send nothing, and step to the bit as one process does. On two ra
     1.weight (256, 200): codes (256, 200), scales (256, 1), rows [256, 0]
     state: 2.0 bytes a parameter; torch.optim.AdamW keeps 8
     two ranks and one process: the same parameters, to the bit
+    adamw8bit: 8 parameters, adamw: 7 parameters
+    ...
+    AdamW8bit's held-out loss is AdamW's after as many steps
+
+The embedding, the head and the gains keep AdamW's float32, in the same object. Where this was written the
+losses were 3.79 and 3.83 bits a byte, and means over two seeds 3.83 and 3.85; runs/adamw8bit.png shows both.
 """
 
 from __future__ import annotations
@@ -15,16 +22,19 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from support.progress import say
+from support.race import BETAS, WEIGHT_DECAY, race
 from support.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import Blocks, fully_shard
 from shardkit.boxes import Layout, local_part
-from shardkit.optim import AdamW8bit
+from shardkit.optim import AdamW8bit, split_params
 from shardkit.ragged import RaggedTensor
 
 NUM_STEPS = 5
+LR = 8e-3  # of 4e-3, 8e-3, 16e-3
+SPREAD = 0.05  # bits a byte: what another seed changes
 
 
 def make_model() -> nn.Module:
@@ -41,7 +51,8 @@ def part_of(grad: Tensor, param: nn.Parameter) -> Tensor:
     return RaggedTensor.from_local(local, mesh, param.placements, shape=param.shape)
 
 
-def main() -> None:
+def compare_with_one_process() -> None:
+    """Given the same gradients, ranks and one process step alike."""
     sharded, plain = make_model(), make_model()
     fully_shard(sharded, shard_placement_fn=lambda param: Blocks())
     ours = AdamW8bit(sharded.named_parameters(), lr=1e-2)
@@ -68,6 +79,21 @@ def main() -> None:
     for param, twin in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), twin)
     say("two ranks and one process: the same parameters, to the bit")
+
+
+def make(model: nn.Module) -> AdamW8bit:
+    groups = split_params(model)  # the matrices inside the network, and the rest
+    groups[0]["algorithm"] = "adamw8bit"
+    groups[1]["betas"] = BETAS
+    say(", ".join(f"{group['algorithm']}: {len(group['params'])} parameters" for group in groups))
+    return AdamW8bit(groups, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+
+def main() -> None:
+    compare_with_one_process()
+    adamw, eightbit = race("AdamW8bit", make, lambda param: Blocks())
+    assert eightbit <= adamw + SPREAD, (eightbit, adamw)
+    say("AdamW8bit's held-out loss is AdamW's after as many steps")
 
 
 if __name__ == "__main__":
