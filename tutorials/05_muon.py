@@ -23,35 +23,23 @@ Where this was written the losses were 2.86 and 3.83 bits a byte; runs/muon.png 
 from __future__ import annotations
 
 from support.progress import say
-from support.race import BETAS, WEIGHT_DECAY, race
+from support.race import WEIGHT_DECAY, race, routed_groups
 from support.ranks import run_on_ranks
 from torch import nn
 
-from shardkit import Blocks
-from shardkit.optim import Muon, block_for, split_params
+from shardkit.optim import Muon
 
 LR = 3.2e-2  # of 8e-3, 16e-3, 32e-3, 64e-3
 
 
-def wish(param: nn.Parameter) -> Blocks:
-    """The layout that spares Muon its messages."""
-    return block_for(param.shape, "muon")
-
-
 def make(model: nn.Module) -> Muon:
-    groups = split_params(model)
-    for group in groups:
-        name, reason = group["params"][0][0], group["reasons"][0]
-        say(f"{group['algorithm']}: {len(group['params'])} parameters, as {name}: {reason}")
-        if group["algorithm"] == "adamw":
-            group["betas"] = BETAS
-    optimizer = Muon(groups, lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = Muon(routed_groups(model, "muon"), lr=LR, weight_decay=WEIGHT_DECAY)
     say(f"{optimizer.plan()}")
     return optimizer
 
 
 def main() -> None:
-    adamw, muon = race("Muon", make, wish)
+    adamw, muon = race("Muon", "muon", make)
     assert muon < adamw, (muon, adamw)
     say("Muon's held-out loss is below AdamW's after as many steps")
 

@@ -9,7 +9,8 @@ what they hold, send nothing, and step to the bit as one process does. On two ra
     1.weight (256, 200): codes (256, 200), scales (256, 1), rows [256, 0]
     state: 2.0 bytes a parameter; torch.optim.AdamW keeps 8
     two ranks and one process: the same parameters, to the bit
-    adamw8bit: 8 parameters, adamw: 7 parameters
+    adamw8bit: 8 parameters, as blocks.0.attention.qkv.weight: a matrix
+    adamw: 7 parameters, as embed.weight: an embedding
     ...
     AdamW8bit's held-out loss is AdamW's after as many steps
 
@@ -22,14 +23,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from support.progress import say
-from support.race import BETAS, WEIGHT_DECAY, race
+from support.race import BETAS, WEIGHT_DECAY, race, routed_groups
 from support.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardkit import Blocks, fully_shard
 from shardkit.boxes import Layout, local_part
-from shardkit.optim import AdamW8bit, split_params
+from shardkit.optim import AdamW8bit
 from shardkit.ragged import RaggedTensor
 
 NUM_STEPS = 5
@@ -82,16 +83,12 @@ def compare_with_one_process() -> None:
 
 
 def make(model: nn.Module) -> AdamW8bit:
-    groups = split_params(model)  # the matrices inside the network, and the rest
-    groups[0]["algorithm"] = "adamw8bit"
-    groups[1]["betas"] = BETAS
-    say(", ".join(f"{group['algorithm']}: {len(group['params'])} parameters" for group in groups))
-    return AdamW8bit(groups, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    return AdamW8bit(routed_groups(model, "adamw8bit"), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
 
 def main() -> None:
     compare_with_one_process()
-    adamw, eightbit = race("AdamW8bit", make, lambda param: Blocks())
+    adamw, eightbit = race("AdamW8bit", "adamw8bit", make)
     assert eightbit <= adamw + SPREAD, (eightbit, adamw)
     say("AdamW8bit's held-out loss is AdamW's after as many steps")
 

@@ -6,8 +6,8 @@
         tutorials/train_gpt.py --dim 1024 --layers 24 --batch 256 --dtype bf16   # CUDA, two hosts
 
 The text is the documentation that CPython ships in `pydoc_data.topics`, so nothing is downloaded. The file
-reads in the order in which things happen: text, model, sharding, training, checkpoint, sample. `--compare`
-measures what each sharding strategy costs, as one would by hand.
+reads in the order in which things happen: text, model, sharding, optimizer, training, checkpoint, sample.
+`--compare` measures what each sharding strategy costs, as one would by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pydoc_data.topics
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from shardkit import MixedPrecisionPolicy, build_mesh, fully_shard
+from shardkit import Blocks, MixedPrecisionPolicy, build_mesh, fully_shard
+from shardkit.optim import AdamW8bit, Muon, Shampoo, block_for, split_params
 
 CONTEXT = 64  # bytes that the model sees
 STRATEGIES = ("ddp", "full", "no-reshard", "hybrid")
+OptimizerName = Literal["adamw", "muon", "adamw8bit", "shampoo"]
+RATES: dict[OptimizerName, float] = {"adamw": 3e-3, "muon": 1.2e-2, "adamw8bit": 3e-3, "shampoo": 6e-3}
+BETAS, WEIGHT_DECAY, SHAMPOO_BLOCK = (0.9, 0.95), 0.1, 256
 LAST_STEPS = 5  # trained twice: straight on, and from the checkpoint
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -153,7 +157,7 @@ def rotate(x: Tensor) -> Tensor:
 # ---- 3. Sharding -------------------------------------------------------------------------------------------
 
 
-def shard(model: GPT, strategy: str, dtype: torch.dtype) -> nn.Module:
+def shard(model: GPT, strategy: str, dtype: torch.dtype, optimizer: OptimizerName) -> nn.Module:
     """The model as each strategy keeps it. Except under DDP, it stays the same module, sharded in place.
 
     full        parameters, gradients and optimizer state are cut over all ranks; gathered block by block
@@ -171,11 +175,35 @@ def shard(model: GPT, strategy: str, dtype: torch.dtype) -> nn.Module:
             mesh["replicate", "shard"] if strategy == "hybrid" else mesh["shard"],
             reshard_after_forward=strategy != "no-reshard",
             mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            shard_placement_fn=lambda param: wish(param, optimizer),
         )
     return model
 
 
-# ---- 4. Training -------------------------------------------------------------------------------------------
+# ---- 4. The optimizer --------------------------------------------------------------------------------------
+
+
+def wish(param: nn.Parameter, optimizer: OptimizerName) -> Blocks | None:
+    """The layout that spares an optimizer its messages; None is FSDP2's."""
+    return None if optimizer == "adamw" else block_for(param.shape, optimizer, block=SHAMPOO_BLOCK)
+
+
+def make_optimizer(name: OptimizerName, model: nn.Module) -> Optimizer:
+    """The named optimizer for the matrices inside the network, and AdamW for the rest in the same object."""
+    if name == "adamw":
+        return AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    matrices, rest = split_params(model, algorithm=name)
+    rest["betas"] = BETAS
+    if name == "muon":
+        return Muon([matrices, rest], weight_decay=WEIGHT_DECAY)
+    if name == "adamw8bit":
+        return AdamW8bit([matrices, rest], betas=BETAS, weight_decay=WEIGHT_DECAY)
+    return Shampoo(
+        [matrices, rest], betas=BETAS, weight_decay=WEIGHT_DECAY, block=SHAMPOO_BLOCK, update_every=10
+    )
+
+
+# ---- 5. Training -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +219,9 @@ class Run:
         torch.manual_seed(0)
         with self.device:
             model = GPT(self.options.dim, self.options.layers)
-        sharded = shard(model, strategy, DTYPES[self.options.dtype])
-        return sharded, AdamW(sharded.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        name = self.options.optimizer
+        sharded = shard(model, strategy, DTYPES[self.options.dtype], name)
+        return sharded, make_optimizer(name, sharded)
 
     def loss(self, model: nn.Module, sequences: Tensor) -> Tensor:
         """The mean cross-entropy of the next byte, in nats."""
@@ -206,7 +235,7 @@ class Run:
         """One update; returns this rank's loss. The gradients stay until the next step."""
         warm_up, decay = (step + 1) / 20, 1.67 * (1 - step / self.options.steps)
         for group in optimizer.param_groups:
-            group["lr"] = self.options.lr * min(1.0, warm_up, decay)
+            group["lr"] = (self.options.lr or RATES[self.options.optimizer]) * min(1.0, warm_up, decay)
         optimizer.zero_grad()
         loss = self.loss(model, self.text.batch(step, self.options.batch // dist.get_world_size()))
         loss.backward()
@@ -240,7 +269,7 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, steps: range) -> lis
     return curve
 
 
-# ---- 5. The checkpoint -------------------------------------------------------------------------------------
+# ---- 6. The checkpoint -------------------------------------------------------------------------------------
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -268,7 +297,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-# ---- 6. A sample -------------------------------------------------------------------------------------------
+# ---- 7. A sample -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -283,7 +312,7 @@ def sample(model: nn.Module, prompt: str, num_bytes: int, device: torch.device) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-# ---- 7. What each strategy costs ---------------------------------------------------------------------------
+# ---- 8. What each strategy costs ---------------------------------------------------------------------------
 
 
 def compare(run: Run) -> None:
@@ -313,7 +342,7 @@ def demo(run: Run) -> None:
     model, optimizer = run.build(options.strategy)
     num_params = sum(param.numel() for param in model.parameters())
     where = f"{dist.get_world_size()} ranks on {run.device.type}"
-    say(f"{num_params / 1e6:.1f} M parameters, strategy {options.strategy}, {where}")
+    say(f"{num_params / 1e6:.1f} M parameters, {options.optimizer}, strategy {options.strategy}, {where}")
     say(f"{len(run.text.train):,} bytes to train on, {len(run.text.held_out):,} held out")
     middle = max(0, options.steps - LAST_STEPS)
     curve = train(run, model, optimizer, range(middle))
@@ -342,7 +371,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences a step, over all ranks")
     parser.add_argument("--dim", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--optimizer", choices=RATES, default="adamw")
+    parser.add_argument("--lr", type=float, help="default: what suits the optimizer")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="compute; gradients add in fp32")
     parser.add_argument("--strategy", choices=STRATEGIES, default="full")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="a folder that all hosts share")

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
-RouteName = Literal["muon", "shampoo", "soap", "adamw"]
+RouteName = Literal["muon", "shampoo", "soap", "adamw8bit", "adamw"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")

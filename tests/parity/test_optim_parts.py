@@ -65,6 +65,8 @@ def test_an_output_head_is_known_by_its_shape_where_only_it_has_that_of_the_embe
 def test_groups_go_into_one_optimizer_with_reasons() -> None:
     groups = split_params(Transformer(), overrides={"blocks.0": "adamw"})
     assert [group["algorithm"] for group in groups] == ["muon", "adamw"]
+    (matrices, _) = split_params(Transformer(), algorithm="adamw8bit")
+    assert matrices["algorithm"] == "adamw8bit"
     assert all(len(group["params"]) == len(group["reasons"]) for group in groups)
     optimizer = Muon(groups, lr=0.01)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]

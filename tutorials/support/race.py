@@ -9,39 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.progress import say
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from train_gpt import CONTEXT, GPT, Text
+from train_gpt import BETAS, CONTEXT, GPT, WEIGHT_DECAY, OptimizerName, Text, wish
 
-from shardkit import Blocks, fully_shard
+from shardkit import fully_shard
+from shardkit.optim import split_params
 
 DIM, NUM_LAYERS, BATCH = 64, 2, 16
 NUM_STEPS, NUM_WARM_UP = 150, 20
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 ADAMW_LR = 4e-3  # of 2e-3, 4e-3, 8e-3, 16e-3
 
 Curve = dict[int, float]  # step -> bits a byte on held-out text
 
 
-def race(
-    name: str,
-    make: Callable[[nn.Module], Optimizer],
-    wish: Callable[[nn.Parameter], Blocks],
-) -> tuple[float, float]:
+def race(name: str, algorithm: OptimizerName, make: Callable[[nn.Module], Optimizer]) -> tuple[float, float]:
     """Train with AdamW and with what `make` builds, draw both curves; returns both last losses.
 
     Collective: all ranks must call.
 
     Args:
-        name: of the optimizer and of the picture.
+        name: of the optimizer, and of the picture.
+        algorithm: that the layout is made for.
         make: an optimizer over a sharded model.
-        wish: `shard_placement_fn` of that model; AdamW's is sharded as FSDP2 does it.
     """
-    curves = {"AdamW": train(_adamw, None), name: train(make, wish)}
+    curves = {"AdamW": train("adamw", _adamw), name: train(algorithm, make)}
     if dist.get_rank() == 0:
         for label, curve in curves.items():
             print(f"{label}: {curve[0]:.2f} -> {curve[NUM_STEPS]:.2f} bits a byte on held-out text")
@@ -49,14 +47,22 @@ def race(
     return curves["AdamW"][NUM_STEPS], curves[name][NUM_STEPS]
 
 
-def train(
-    make: Callable[[nn.Module], Optimizer], wish: Callable[[nn.Parameter], Blocks | None] | None
-) -> Curve:
+def routed_groups(model: nn.Module, algorithm: OptimizerName) -> list[dict[str, Any]]:
+    """The matrices inside the network for `algorithm`, the rest for AdamW; says how many and why."""
+    groups = split_params(model, algorithm=algorithm)
+    groups[-1]["betas"] = BETAS
+    for group in groups:
+        name, reason = group["params"][0][0], group["reasons"][0]
+        say(f"{group['algorithm']}: {len(group['params'])} parameters, as {name}: {reason}")
+    return groups
+
+
+def train(algorithm: OptimizerName, make: Callable[[nn.Module], Optimizer]) -> Curve:
     """Train from the seed: all ranks must call."""
     torch.manual_seed(0)
     text, model = Text.load(torch.device("cpu")), GPT(DIM, NUM_LAYERS)
     for module in (*model.blocks, model):
-        fully_shard(module, shard_placement_fn=wish)
+        fully_shard(module, shard_placement_fn=lambda param: wish(param, algorithm))
     optimizer = make(model)
     peaks = [group["lr"] for group in optimizer.param_groups]
     curve = {0: held_out_bits(model, text, 64)}
