@@ -28,6 +28,8 @@ tutorials: .venv/torch
 	set -e; for script in $(sort $(wildcard tutorials/[0-9]*.py)); do \
 	    echo "== $$script"; $(BIN)/python $$script; done
 	$(TORCHRUN) 2 tutorials/train_gpt.py --steps 20 --out runs/short
+	set -e; for optimizer in muon adamw8bit shampoo; do $(TORCHRUN) 2 tutorials/train_gpt.py \
+	    --optimizer $$optimizer --steps 8 --dim 64 --layers 1 --out runs/short; done
 	$(TORCHRUN) 4 tutorials/train_gpt.py --compare --compare-steps 2 --out runs/short
 
 bench: .venv/torch
