@@ -141,17 +141,14 @@ class BlockAlgorithm:
     def compute(
         self, targets: Sequence[Target], pieces: Sequence[Piece], fields: Sequence[list[Tensor]]
     ) -> list[list[Tensor]]:
-        """The directions of whole blocks: one by one on the CPU, elsewhere those of one size together.
-
-        A product of two matrices is not to the bit what it is in a batch on the CPU.
-        """
+        """The directions of whole blocks; those of one size together where `steps_batches` says so."""
         alike: dict[object, list[int]] = {}
         moments = []
         for i, (target, piece) in enumerate(zip(targets, pieces, strict=True)):
             moment = self.rule.moment(int(target.state["step"].item()), piece.number, target.group)
             moments.append(moment)
-            is_alone = fields[i][0].device.type == "cpu"
-            key = i if is_alone else (id(target.group), moment, piece.rows, piece.cols)
+            together = steps_batches(fields[i][0].device)
+            key = (id(target.group), moment, piece.rows, piece.cols) if together else i
             alike.setdefault(key, []).append(i)
         results: dict[int, Tensor] = {}
         for places in alike.values():
@@ -185,6 +182,15 @@ class BlockAlgorithm:
         for name, stacked in batch.items():
             torch._foreach_copy_([state[name] for state in states], list(stacked.unbind()))
         return directions.unbind()
+
+
+def steps_batches(device: torch.device) -> bool:
+    """Whether equal blocks are stepped as one batch.
+
+    Not on the CPU, where a product of small matrices is not to the bit what it is in a batch, and what is in
+    a batch depends on the number of ranks.
+    """
+    return device.type != "cpu"
 
 
 def _apply(param: Tensor, direction: Tensor, group: Group) -> None:

@@ -123,6 +123,9 @@ class Dealer:
         ledger = self._ledgers.setdefault(at.ranks, _Ledger([0.0] * num_ranks, [0.0] * num_ranks))
         homes: dict[int, Home] = {}
         for column in _columns(at, grid):
+            for number in column.blocks:
+                if all(share.holder not in column.ranks for share in shares[number]):
+                    column = column._replace(in_order=False)  # a tensor-parallel cut between edges of blocks
             dealing = _Dealing(column, ledger, shares, flops)
             for band in column.bands(grid.shape[-1]):
                 dealing.deal_band(band)
@@ -148,7 +151,7 @@ class _Column(NamedTuple):
 
     ranks: tuple[int, ...]
     blocks: tuple[int, ...]
-    in_order: bool  # whether what a rank holds comes behind what the rank before it holds
+    in_order: bool  # whether each holds part of some, behind what the rank before it holds
 
     def bands(self, num_cols: int) -> list[list[int]]:
         """The blocks band by band; all as one where the ranks hold parts of all bands alike."""
@@ -172,8 +175,6 @@ class _Dealing:
         for number in band:
             held.update(self._held(number))
         cost = sum(self.flops[number] for number in band)
-        if not held:  # other columns hold it: a tensor-parallel cut between the edges of blocks
-            held[self.owners[-1] if self.owners else 0] = 1
         for place, numel in held.items():
             self.ledger.due[self.column.ranks[place]] += cost * numel / held.total()
         counts = self._counts(held, len(band), cost / len(band))

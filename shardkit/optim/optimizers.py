@@ -227,8 +227,8 @@ class Shampoo(ShardedOptimizer):
 
     In float32 on CPUs it is the same to the bit. Blocks never follow the shards: those that a boundary cuts
     travel, as float32, to the rank that has their state. `step` is collective over the ranks that cut a
-    matrix: all of them must call. State takes about 16 bytes a parameter, and is saved and loaded by torch's
-    distributed checkpoint into any number of ranks.
+    matrix: all of them must call. State takes about 24 bytes a parameter, 32 with QR, and is saved and loaded
+    by torch's distributed checkpoint into any number of ranks.
 
     Args:
         params: tensors, named pairs or groups: matrices, stacks (experts, rows, cols), convolutions; those of
@@ -238,7 +238,8 @@ class Shampoo(ShardedOptimizer):
         betas: of the momentum, and of both sides and the second moment; 1.0 sums in place of a mean.
         eps: added to the diagonal of both sides, in units of its mean; so tiny gradients are no matter.
         weight_decay: decoupled, times lr.
-        block: most rows and columns of a block.
+        block: most rows and columns of a block. With tensor parallelism take one that leaves each of its
+            ranks a block of every matrix, or some ranks have more to do than others.
         update_every: steps between new roots of a block; each step renews its share of the blocks.
         start: the first step in which roots are made, `update_every` by default; before it, and until its own
             turn comes, a block steps along the direction that `graft` names.

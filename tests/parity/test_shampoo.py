@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit.optim import Shampoo
+from shardkit.optim import Shampoo, block_algorithm
+from shardkit.optim.shampoo import ShampooRule
 from tests.parity.test_muon import assert_same, give_grads, matrices
 
 SHAPES = [(40, 24), (16, 16), (6, 50)]
@@ -163,6 +164,27 @@ def test_work_on_roots_is_spread_over_the_steps(monkeypatch: pytest.MonkeyPatch)
         give_grads(params, matrices(step, [tuple(p.shape) for p in params]))
         optimizer.step()
     assert counts == [4] * 8  # two blocks, two sides each
+
+
+@pytest.mark.parametrize("root", ["eigh", "qr", "newton"])
+def test_equal_blocks_in_a_batch_step_as_they_do_alone(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on accelerators: with two groups, and blocks that are at another place of their schedule."""
+    shapes, settings = [(32, 48), (40, 16), (16, 16)], {**SETTINGS, "root": root}
+    values, grads = matrices(0, shapes), [matrices(step, shapes) for step in range(1, 10)]
+    alone = trained(values, grads, settings)
+    dims: list[int] = []
+    stock = ShampooRule.step_blocks
+
+    def watched(rule: ShampooRule, grad: Tensor, *rest: object) -> Tensor:
+        dims.append(grad.ndim)
+        return stock(rule, grad, *rest)
+
+    monkeypatch.setattr(block_algorithm, "steps_batches", lambda device: True)
+    monkeypatch.setattr(ShampooRule, "step_blocks", watched)
+    together = trained(values, grads, settings)
+    assert 3 in dims and len(dims) < 9 * 10
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_tiny_gradients_keep_their_direction() -> None:

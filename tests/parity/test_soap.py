@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit.optim import SOAP
+from shardkit.optim import SOAP, block_algorithm
 from tests.parity.test_muon import give_grads, matrices
 from tests.parity.test_shampoo import assert_near
 
@@ -104,6 +104,15 @@ def test_blocks_longer_than_wide_too(settings: Mapping[str, object]) -> None:
     settings, values = {**SETTINGS, **settings}, matrices(0, SHAPES)
     grads = [matrices(step, SHAPES) for step in range(1, 10)]
     assert_near(values, trained(values, grads, settings), reference(values, grads, settings), 1e-4)
+
+
+def test_equal_blocks_in_a_batch_step_as_they_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, shapes = {**SETTINGS, "block": 8}, [(24, 16), (8, 40)]
+    values, grads = matrices(0, shapes), [spread(step, shapes) for step in range(1, 10)]
+    alone = trained(values, grads, settings)
+    monkeypatch.setattr(block_algorithm, "steps_batches", lambda device: True)
+    for a, b in zip(trained(values, grads, settings), alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_first_step_finds_eigenvectors_and_moves_nothing() -> None:

@@ -174,6 +174,21 @@ def test_runs_of_holders_send_no_more_than_owners_of_any_kind() -> None:
     assert plan.balance.max_over_mean_flops <= hybrid.max_over_mean_flops + 1e-9
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_cuts_between_the_edges_of_blocks_keep_the_balance(tp: int) -> None:
+    """3584 rows of a gate are 3.5 bands: what a column of ranks is given it need not hold."""
+    layouts = {}
+    for name, shape in units_of("llama", 8)[0].items():
+        dim = int(name.endswith(("o", "down")))
+        rows = shape[0] // (1 if dim else tp)
+        ragged = RaggedShard((0,), (rows // 8,) * 8)
+        layouts[name] = Layout(shape, (8, tp), (ragged, Shard(dim)))
+    found = shampoo_plan(layouts).balance
+    assert found.max_over_mean_flops <= 1.105
+    num_bytes = 4 * sum(rows * cols for rows, cols in units_of("llama", 8)[0].values())
+    assert found.mean_sent_bytes <= 2 * num_bytes / (8 * tp)
+
+
 def test_a_plan_prints_blocks_and_their_owners() -> None:
     layout = Layout((40, 32), (2,), (RaggedShard((0,), (24, 16)),))
     assert str(shampoo_plan({"w": layout}, block=16)).splitlines()[:5] == [
