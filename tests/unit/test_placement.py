@@ -118,6 +118,8 @@ def test_from_numels_takes_the_shortest_prefix_that_cuts_no_unit():
     assert RaggedShard.from_numels((5, 3), (4, 0, 11)) == RaggedShard((0, 1), (4, 0, 11))
     assert RaggedShard.from_numels((4, 5, 3), (6, 9, 45), 3) == RaggedShard((0, 1), (2, 3, 15))
     assert RaggedShard.from_numels((4, 5, 3), (15, 45), 15) == RaggedShard((0,), (1, 3))
+    assert RaggedShard.from_numels((4, 2, 3), (12, 12), 6) == RaggedShard((0,), (2, 2))
+    assert RaggedShard.from_numels((4, 2, 3), (12, 12), 6, min_dims=2) == RaggedShard((0, 1), (4, 4), 2)
     assert RaggedShard.from_numels((), (0, 1)) == RaggedShard((), (0, 1))
     RaggedShard.from_numels((0, 3), (0, 0)).check((0, 3), 2)
     RaggedShard.from_numels((3, 0), (0, 0)).check((3, 0), 2)
