@@ -42,6 +42,7 @@ def whole_model(compile: Callable[[nn.Module], None]) -> nn.Module:
     return model
 
 
+@pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("build", [blocks_first, blocks_last, whole_model])
 @pytest.mark.filterwarnings("default")
 def test_compiled_models_train_and_are_compiled_once(
