@@ -37,7 +37,7 @@ class AdamWAlgorithm:
 
     def __init__(self) -> None:
         self.defaults = DEFAULTS
-        self.state_settings: Sequence[str] = ()
+        self.state_settings: Sequence[str] = ("amsgrad",)
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError for a setting out of range."""

@@ -78,7 +78,7 @@ class MuonAlgorithm:
 
     def __init__(self, orthogonalize: Orthogonalize | None = None) -> None:
         self.defaults = DEFAULTS
-        self.state_settings: Sequence[str] = ()
+        self.state_settings: Sequence[str] = ("row_norm_beta2",)
         self.orthogonalize = orthogonalize
 
     def check_group(self, group: Group) -> None:

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardkit import Blocks, fully_shard, materialize_
 from shardkit.checkpoint import set_optimizer_state_dict
-from shardkit.optim import AdamW, AdamW8bit, Muon, Shampoo
+from shardkit.optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo
 from shardkit.optim.optimizer import ShardedOptimizer
 from tests.parity.test_muon import give_grads, matrices
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
-SHAPES = [(96, 64), (64, 96), (40,), (80, 64)]
+SHAPES = [(96, 64), (64, 96), (40,), (80, 64), (48, 80), (40, 24)]
 WISHES: list[Blocks | None] = [None, Blocks(), Blocks.elements()]
 
 
@@ -43,10 +43,11 @@ def mixed(model: nn.Module, lr: float = 0.01, **settings: object) -> Muon:
     """Every algorithm in one optimizer."""
     named = list(model.named_parameters())
     groups = [
-        {"params": named[:1]},
-        {"params": named[1:2], "algorithm": "shampoo", "block": 40, "update_every": 2},
+        {"params": named[:2]},
         {"params": named[2:3], "algorithm": "adamw"},
-        {"params": named[3:], "algorithm": "adamw8bit"},
+        {"params": named[3:4], "algorithm": "adamw8bit"},
+        {"params": named[4:5], "algorithm": "shampoo", "block": 16, "update_every": 2},
+        {"params": named[5:], "algorithm": "soap", "block": 16, "update_every": 1},
     ]
     return Muon(groups, lr=lr, row_norm_beta2=0.95, **settings)
 
@@ -88,23 +89,24 @@ def here(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_one_optimizer_of_four_algorithms_steps_as_four_optimizers(
+def test_one_optimizer_of_five_algorithms_steps_as_five_optimizers(
     wish: Blocks | None, world_size: int
 ) -> None:
     def run(rank: int, world_size: int) -> None:
         models = [sharded_weights(world_size, wish) for _ in range(2)]
         one, named = mixed(models[0]), list(models[1].named_parameters())
-        four = [
-            Muon(named[:1], lr=0.01, row_norm_beta2=0.95),
-            Shampoo(named[1:2], lr=0.01, weight_decay=0.1, block=40, update_every=2),
+        five = [
+            Muon(named[:2], lr=0.01, row_norm_beta2=0.95),
             AdamW(named[2:3], lr=0.01, weight_decay=0.1),
-            AdamW8bit(named[3:], lr=0.01, weight_decay=0.1),
+            AdamW8bit(named[3:4], lr=0.01, weight_decay=0.1),
+            Shampoo(named[4:5], lr=0.01, weight_decay=0.1, block=16, update_every=2),
+            SOAP(named[5:], lr=0.01, weight_decay=0.1, block=16, update_every=1),
         ]
         for step in (1, 2, 3):
             for model in models:
                 params = list(model.parameters())
                 give_grads(params, matrices(step, SHAPES))
-            for optimizer in (one, *four):
+            for optimizer in (one, *five):
                 optimizer.step()
         for param, twin in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(here(param), here(twin))
@@ -176,13 +178,21 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None
     with pytest.raises(ValueError, match=r"'w0': expected its row_variance to be \(96, 1\), got nothing"):
         optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][3]["block"] = 128
-    with pytest.raises(ValueError, match=r"group 3: this optimizer has block=256, .* with 128"):
+    saved["param_groups"][2]["block"] = 128
+    with pytest.raises(ValueError, match=r"group 2: this optimizer has block=256, .* with 128"):
         optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][2]["algorithm"] = "muon"
+    saved["param_groups"][0]["row_norm_beta2"] = None
+    with pytest.raises(ValueError, match=r"group 0: this optimizer has row_norm_beta2=0.95, .* with None"):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][1]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"group 1: this optimizer has amsgrad=False, .* with True"):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][1]["algorithm"] = "muon"
     saved["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(ValueError, match=r"group 2: this optimizer has algorithm='adamw'.* with 'muon'"):
+    with pytest.raises(ValueError, match=r"group 1: this optimizer has algorithm='adamw'.* with 'muon'"):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
@@ -275,7 +285,7 @@ def test_parameters_that_stay_on_meta_are_refused_by_name() -> None:
     optimizer, saved = mixed(model), mixed(Weights()).state_dict()
     model.to_empty(device="cpu")  # the optimizer holds the parameters of before
     for use in (optimizer.step, lambda: optimizer.load_state_dict(saved)):
-        with pytest.raises(ValueError, match=r"'w0' is on meta, as are 4 of 4.*build the optimizer after"):
+        with pytest.raises(ValueError, match=r"'w0' is on meta, as are 6 of 6.*build the optimizer after"):
             use()
 
 
@@ -287,16 +297,17 @@ def test_a_refused_group_is_left_out() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             optimizer.add_param_group({"params": params})
-    assert len(optimizer.param_groups) == 4 and len(optimizer.state) == 4
+    assert len(optimizer.param_groups) == 5 and len(optimizer.state) == 6
     steps(optimizer, 1)
 
 
 def test_all_algorithms_of_an_optimizer_step_upwards_together() -> None:
     model = Weights()
     optimizer = mixed(model, maximize=True, weight_decay=0.0)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    for _ in range(2):  # SOAP moves nothing in its first step
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
     assert all(param.mean() > 1 for param in model.parameters())
 
 
