@@ -1,7 +1,7 @@
-"""What a state dict must be to be loaded: of the optimizer's algorithms and formats, laid out as its own.
+"""What a state dict must be to be loaded, and how it is: into the state that is there.
 
-Pure. torch's `load_state_dict` casts every state to the dtype of its parameter, which ruins codes, scales and
-float32 statistics of a bfloat16 parameter; here each keeps the dtype that its algorithm gave it.
+Dtypes and layouts stay. torch's `load_state_dict` casts every state to the dtype of its parameter, which
+ruins codes, scales and float32 statistics of a bfloat16 parameter.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from shardkit.optim.placed import drawn, lie_alike
+from shardkit.optim.placed import drawn, lie_alike, local
+from shardkit.ragged import redistribute
 
 _FUNCTION = "a function"
 
@@ -50,24 +52,28 @@ def check_saved_settings(
             )
 
 
-def exact_state(name: str, loaded: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The loaded state of a parameter, as `own` in dtypes and devices; zeros where nothing is saved.
-
-    Raises:
-        ValueError: something is missing, or lies otherwise.
-    """
-    if not loaded:
-        return {key: torch.zeros_like(value) for key, value in own.items()}
-    state: dict[str, Tensor] = {}
-    for key, mine in own.items():
+def check_state(name: str, loaded: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where part of a parameter's own state is missing, or is another tensor."""
+    for key, mine in own.items() if loaded else ():
         theirs = loaded.get(key)
-        given = theirs if isinstance(theirs, Tensor) else torch.tensor(0.0 if theirs is None else theirs)
-        if theirs is None or not lie_alike(given, mine):
-            got = "nothing" if theirs is None else drawn(given)
+        given = torch.empty(()) if isinstance(theirs, float | int) else theirs
+        is_tensor = isinstance(given, Tensor) and given.shape == mine.shape
+        if not is_tensor or isinstance(given, DTensor) != isinstance(mine, DTensor):
+            got = drawn(given) if isinstance(given, Tensor) else "nothing"
             raise ValueError(
                 f"param {name!r}: expected its {key} to be {drawn(mine)}, got {got}. Load through "
                 "torch.distributed.checkpoint, or full tensors through "
                 "shardkit.checkpoint.set_optimizer_state_dict."
             )
-        state[key] = given.to(dtype=mine.dtype, device=mine.device)
-    return state
+
+
+def copy_state(own: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> None:
+    """Copy a state that `check_state` accepts into a parameter's own; zeros where nothing was saved.
+
+    Collective over the mesh of what lies otherwise: all ranks must call.
+    """
+    for key, mine in own.items():
+        theirs = torch.as_tensor(loaded[key]) if loaded else torch.zeros(())
+        if isinstance(theirs, DTensor) and isinstance(mine, DTensor) and not lie_alike(theirs, mine):
+            theirs = redistribute(theirs, mine.placements)
+        local(mine).copy_(local(theirs))

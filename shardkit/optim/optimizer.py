@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 
 from shardkit.optim.algorithm import Algorithm, PieceAlgorithm, Target
 from shardkit.optim.blocks import Dealer
-from shardkit.optim.loading import check_saved_settings, exact_state, plain_settings, read_settings
+from shardkit.optim.loading import (
+    check_saved_settings,
+    check_state,
+    copy_state,
+    plain_settings,
+    read_settings,
+)
 from shardkit.optim.placed import local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
@@ -106,29 +112,34 @@ class ShardedOptimizer(Optimizer):
         return {**state_dict, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, of an optimizer with the same algorithms and layouts.
+        """Copy what `state_dict` gave into the state that is there, whose dtypes and layouts stay.
 
-        States keep the dtypes that their algorithms gave them. Settings that the saved groups do not have
-        stay as they are.
+        Settings that the saved groups do not have stay as they are. Collective over the ranks of state that
+        lies otherwise: all must call.
 
         Raises:
-            ValueError: an algorithm, or the format, shape or layout of a state, is another than this
-                optimizer's, or a parameter is on meta. Nothing has been changed then.
+            ValueError: an algorithm, a setting that its state depends on, or the shape of a state is another
+                than this optimizer's, or a parameter is on meta. Nothing has been changed then.
         """
-        exact: dict[Tensor, dict[str, Tensor]] = {}
+        own, loaded = self.state, dict[Tensor, Mapping[str, Any]]()
 
         def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            exact.update(self._exact_states(given))
+            loaded.update(self._checked_states(given))
             groups = given["param_groups"]
             if len(groups) == len(self.param_groups):
                 groups = [read_settings(*pair) for pair in zip(self.param_groups, groups, strict=True)]
             return {"state": {}, "param_groups": groups}
 
+        def put(_: Optimizer) -> None:
+            self.state.update(own)
+            for param, state in loaded.items():
+                copy_state(own[param], state)
+
         self._settle()
         self._refuse_meta()
         hooks = (  # the last before and the first after, so that hooks of the user see and change all
             self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(lambda _: self.state.update(exact), prepend=True),
+            self.register_load_state_dict_post_hook(put, prepend=True),
         )
         try:
             super().load_state_dict(dict(state_dict))
@@ -252,18 +263,17 @@ class ShardedOptimizer(Optimizer):
                 "place of plain ones, build the optimizer after it."
             )
 
-    def _exact_states(self, given: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
-        """The states of a state dict as the algorithms keep them."""
+    def _checked_states(self, given: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+        """The states of a state dict by parameter."""
         for index, (own, saved) in enumerate(zip(self.param_groups, given["param_groups"], strict=False)):
             check_saved_settings(index, own, saved, self.algorithms[own["algorithm"]].state_settings)
         ids = [saved_id for group in given["param_groups"] for saved_id in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        return {
-            param: exact_state(
-                self._members[param].at.name, given["state"].get(saved_id, {}), self.state[param]
-            )
-            for saved_id, param in zip(ids, params, strict=False)  # torch says which numbers differ
-        }
+        pairs = zip(ids, params, strict=False)  # torch says which numbers differ
+        states = {param: given["state"].get(saved_id, {}) for saved_id, param in pairs}
+        for param, state in states.items():
+            check_state(self._members[param].at.name, state, self.state[param])
+        return states
 
     def _made_teams(self) -> tuple[Team, ...]:
         if self._teams is None:
