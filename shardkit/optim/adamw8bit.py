@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from shardkit.optim.algorithm import Group, Target
-from shardkit.optim.batches import Piece, batches_of_rows
+from shardkit.optim.batches import RowRange, batches_of_rows
 from shardkit.optim.blockwise import BlockFormat, Quantized
+from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
 from shardkit.optim.rounding import round_stochastically
 from shardkit.optim.rows import (
@@ -106,7 +107,7 @@ class AdamW8bitAlgorithm:
             if not good:
                 raise ValueError(f"AdamW8bit: {name}={group[name]!r}: expected {wish}.")
 
-    def init_state(self, at: Placed, param: Tensor, group: Group, pieces: Sequence[object]) -> State:
+    def init_state(self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]) -> State:
         """Zeros laid out as the parameter: `step`, and codes and scales, or the moments in float32.
 
         Raises:
@@ -185,19 +186,19 @@ def _step_alike(targets: Sequence[Target], held: Sequence[Held]) -> None:
     num_rows = tuple(h.rows.num_rows for h in held)
     numel = CACHE_NUMEL if targets[0].param.device.type == "cpu" else DEVICE_NUMEL
     max_rows = max(1, num_rows[0] if held[0].tiled else numel // max(1, held[0].rows.num_cols))
-    for pieces in batches_of_rows(num_rows, max_rows):
-        _step_batch(group, held, matrices, pieces, step)
+    for ranges in batches_of_rows(num_rows, max_rows):
+        _step_batch(group, held, matrices, ranges, step)
 
 
 def _step_batch(
-    group: Group, held: Sequence[Held], matrices: Sequence[State], pieces: Sequence[Piece], step: int
+    group: Group, held: Sequence[Held], matrices: Sequence[State], ranges: Sequence[RowRange], step: int
 ) -> None:
     """Step some rows: dequantize, update, quantize."""
 
     def views(name: str) -> list[Tensor]:
-        return [matrices[piece.matrix][name][piece.start : piece.stop] for piece in pieces]
+        return [matrices[own.matrix][name][own.start : own.stop] for own in ranges]
 
-    rows, formats = held[pieces[0].matrix].rows, held[pieces[0].matrix].formats
+    rows, formats = held[ranges[0].matrix].rows, held[ranges[0].matrix].formats
     param_views = views("param")
     param, grad = _joined(param_views), _joined(views("grad")).float()
     if formats is None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """A range of rows of one of several matrices."""
 
     matrix: int
@@ -21,9 +21,9 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def batches_of_rows(num_rows: tuple[int, ...], max_rows: int) -> tuple[tuple[Piece, ...], ...]:
+def batches_of_rows(num_rows: tuple[int, ...], max_rows: int) -> tuple[tuple[RowRange, ...], ...]:
     """Every row of matrices of `num_rows` rows once and in order, in batches of at most `max_rows`."""
-    batches: list[list[Piece]] = [[]]
+    batches: list[list[RowRange]] = [[]]
     room = max_rows
     for index, count in enumerate(num_rows):
         start = 0
@@ -32,6 +32,6 @@ def batches_of_rows(num_rows: tuple[int, ...], max_rows: int) -> tuple[tuple[Pie
                 batches.append([])
                 room = max_rows
             stop = min(count, start + room)
-            batches[-1].append(Piece(index, start, stop))
+            batches[-1].append(RowRange(index, start, stop))
             room, start = room - (stop - start), stop
     return tuple(tuple(batch) for batch in batches if batch)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkit.optim import AdamW8bit, convert_torchao_state
-from shardkit.optim.batches import Piece, batches_of_rows
+from shardkit.optim.batches import RowRange, batches_of_rows
 from shardkit.optim.blockwise import BlockFormat
 from shardkit.optim.codes import code_map, decode, encode, pack_nibbles, unpack_nibbles
 from shardkit.optim.rounding import random_bits, round_stochastically
@@ -147,7 +147,7 @@ def test_rows_do_not_know_of_one_another() -> None:
 
 def test_batches_hold_every_row_once() -> None:
     batches = batches_of_rows((3, 0, 5), 4)
-    assert batches == ((Piece(0, 0, 3), Piece(2, 0, 1)), (Piece(2, 1, 5),))
+    assert batches == ((RowRange(0, 0, 3), RowRange(2, 0, 1)), (RowRange(2, 1, 5),))
     assert batches_of_rows((0,), 4) == ()
 
 
