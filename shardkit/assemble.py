@@ -140,7 +140,7 @@ def _plan_group(specs: Sequence[ParamSpec]) -> dict[str, tuple[BucketPlan, Ragge
 
     Where tensor parallelism divides unevenly, its ranks plan tensors of other shapes and get other cuts. Each
     plans for all of them: so all cut along the same dims, as one tensor has to be, refuse blocks that do not
-    fit on any of them, and make one bucket each, in which TP's own collectives come in one order.
+    fit on one of them, and make one bucket each, in which TP's own collectives come in one order.
     """
     own = tuple([tuple(spec.local.shape) for spec in specs])
     everywhere = _shapes_on_all_ranks(specs)
@@ -208,8 +208,7 @@ def _tensor_spec(spec: ParamSpec, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def _placement_in(plan: BucketPlan, name: str, shape: tuple[int, ...], min_dims: int) -> RaggedShard:
-    numels = [plan.local_range(name, rank).numel for rank in range(plan.num_ranks)]
-    return RaggedShard.from_numels(shape, numels, plan.blocks[name], min_dims=min_dims)
+    return RaggedShard.from_numels(shape, plan.local_numels(name), plan.blocks[name], min_dims=min_dims)
 
 
 def _cut(spec: ParamSpec, placement: Shard | RaggedShard, plan: BucketPlan | None) -> Tensor:

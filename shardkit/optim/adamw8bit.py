@@ -145,7 +145,8 @@ class AdamW8bitAlgorithm:
     def _held_of(self, target: Target) -> Held:
         """Read from the layout once, and again where the parameter is another or has moved."""
         held = self._held.get(target.name)
-        if held is None or held.at is not target.at:
+        rounds = target.group["stochastic_rounding"]
+        if held is None or held.at is not target.at or rounds != (held.rows.first_place is not None):
             held = self._held[target.name] = held_of(target.at, target.group)
         return held
 

@@ -1,8 +1,8 @@
 """What the optimizer asks of an algorithm: its settings, its state, its pieces and its arithmetic.
 
-Muon, AdamW and AdamW8bit answer in `muon.py`, `adamw.py` and `adamw8bit.py`. An elementwise algorithm does
-all in `begin`; a `PieceAlgorithm` needs whole matrices or blocks, and names them as pieces, which the engine
-brings together.
+`muon.py`, `adamw.py`, `adamw8bit.py` and, for Shampoo and SOAP, `block_algorithm.py` answer. An elementwise
+algorithm does all in `begin`; a `PieceAlgorithm` needs whole matrices or blocks, and names them as pieces,
+which the engine brings together.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class Moment(NamedTuple):
     """Where a block is in its schedule: equal for blocks that are stepped together."""
 
     step: int  # of the parameter, from one
-    begins: bool  # before the first roots or eigenvectors, or with these
+    begins: bool  # the first step
     refreshes: bool  # new roots or eigenvectors in this step
 
 
@@ -82,7 +83,7 @@ class BlockAlgorithm:
         for name in ("block", "update_every"):
             if group[name] < 1:
                 raise ValueError(f"{name}: expected at least 1, got {group[name]}.")
-        for name in ("eps", "weight_decay"):
+        for name in ("lr", "eps", "weight_decay"):
             if group[name] < 0:
                 raise ValueError(f"{name}: expected a number >= 0, got {group[name]}.")
         self.rule.check_group(group)
@@ -96,7 +97,7 @@ class BlockAlgorithm:
         flops = [self.rule.flops(block.rows, block.cols, group) for block in grid.blocks]
         # not by the group's settings: a loaded one may have others, and state stays where it is
         costs = [self.rule.flops(block.rows, block.cols, dict(self.defaults)) for block in grid.blocks]
-        first = dealer.num_blocks
+        first = crc32(at.name.encode())  # the same whatever else the optimizer holds
         homes = dealer.deal(at, grid, shares, costs)
         return [
             Piece(
@@ -129,7 +130,7 @@ class BlockAlgorithm:
         """Count the step, and step the vectors."""
         torch._foreach_add_([target.state["step"] for target in targets], 1.0)
         for target in targets:
-            if target.state.keys() == {"step", *VECTOR_STATE}:
+            if len(target.at.layout.shape) < 2:
                 step, group = int(target.state["step"].item()), target.group
                 direction = self.rule.vector_direction(target.grad.float(), target.state, group, step)
                 _apply(target.param, direction, group)

@@ -1,9 +1,10 @@
 """Blocks of matrices, who works on each, and where the state of a block lies.
 
-Pure: shapes and layouts in, numbers out. A matrix is cut into bands of `block` rows, and these into `block`
-columns; a block is a piece whose state (preconditioners, moments) is on the one rank that works on it. Over
-all blocks of a parameter such a state is one tensor, (row_blocks, col_blocks, n, m) behind the dims of a
-stack, short blocks filled up with zeros; each rank has a run of blocks in row-major order:
+Shapes and layouts in, numbers out; only the `Dealer` remembers what it dealt. A matrix is cut into bands of
+`block` rows, and these into `block` columns; a block is a piece whose state (preconditioners, moments) is on
+the one rank that works on it. Over all blocks of a parameter such a state is one tensor, (row_blocks,
+col_blocks, n, m) behind the dims of a stack, short blocks filled up with zeros; each rank has a run of blocks
+in row-major order:
 
     w (40, 32), block 16       rows 0..24 on rank 0, the others on rank 1        owners    0 0
                                band 1 (rows 16..31) is cut: one block for each             0 1
@@ -99,13 +100,8 @@ class _Ledger:
 
 @dataclass(slots=True)
 class Dealer:
-    """Gives every block a home, parameter by parameter; see [Note: dealing].
+    """Gives every block a home, parameter by parameter; see [Note: dealing]."""
 
-    Args:
-        num_blocks: dealt so far; the number of the next block.
-    """
-
-    num_blocks: int = 0
     _ledgers: dict[tuple[int, ...], _Ledger] = field(default_factory=dict)
 
     def deal(
@@ -130,7 +126,6 @@ class Dealer:
             for band in column.bands(grid.shape[-1]):
                 dealing.deal_band(band)
             homes |= dealing.homes()
-        self.num_blocks += len(grid.blocks)
         return tuple(homes[number] for number in range(len(grid.blocks)))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit.optim.placed import drawn, lie_alike, local
+from shardkit.optim.placed import drawn, local
 from shardkit.ragged import redistribute
 
 _FUNCTION = "a function"
@@ -70,10 +70,10 @@ def check_state(name: str, loaded: Mapping[str, Any], own: Mapping[str, Tensor])
 def copy_state(own: Mapping[str, Tensor], loaded: Mapping[str, Any]) -> None:
     """Copy a state that `check_state` accepts into a parameter's own; zeros where nothing was saved.
 
-    Collective over the mesh of what lies otherwise: all ranks must call.
+    Collective over the meshes of the state: all ranks must call.
     """
     for key, mine in own.items():
         theirs = torch.as_tensor(loaded[key]) if loaded else torch.zeros(())
-        if isinstance(theirs, DTensor) and isinstance(mine, DTensor) and not lie_alike(theirs, mine):
+        if isinstance(theirs, DTensor) and isinstance(mine, DTensor):  # one rank cannot say if all lie alike
             theirs = redistribute(theirs, mine.placements)
         local(mine).copy_(local(theirs))

@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: torch's Optimizer around the algorithms and the teams.
 
-It owns what torch's surface dictates: parameter groups, state by parameter, closures, hooks. A step has four
-lines: which parameters have gradients, the elementwise parts, then each team's pieces. Groups choose their
+It owns what torch's surface dictates: parameter groups, state by parameter, closures, hooks. A step asks
+which parameters have gradients, does the elementwise parts, then each team's pieces. Groups choose their
 algorithm by the key `algorithm`, so one object can hold all parameters of a model.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardkit.optim.algorithm import Algorithm, PieceAlgorithm, Target
+from shardkit.optim.algorithm import Algorithm, Group, PieceAlgorithm, Target
 from shardkit.optim.blocks import Dealer
 from shardkit.optim.loading import (
     check_saved_settings,
@@ -68,6 +68,10 @@ class ShardedOptimizer(Optimizer):
         missing_grads: MissingGrads = "symmetric",
         replicas: Replicas = "auto",
     ) -> None:
+        choices = {"placement": (placing, Placing), "missing_grads": (missing_grads, MissingGrads)}
+        for name, (value, known) in choices.items():
+            if value not in get_args(known):
+                raise ValueError(f"{name}: expected one of {get_args(known)}, got {value!r}.")
         if replicas not in get_args(Replicas) or (replicas == "shared" and placing == "local"):
             raise ValueError(
                 f"replicas: expected one of {get_args(Replicas)}, and not 'shared' where every piece stays "
@@ -128,6 +132,7 @@ class ShardedOptimizer(Optimizer):
             groups = given["param_groups"]
             if len(groups) == len(self.param_groups):
                 groups = [read_settings(*pair) for pair in zip(self.param_groups, groups, strict=True)]
+                self._check_groups(groups)
             return {"state": {}, "param_groups": groups}
 
         def put(_: Optimizer) -> None:
@@ -168,8 +173,8 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__(state)
         before, self._members, self._teams = self._members, {}, None
         self._dealer = Dealer()
-        for index in range(len(self.param_groups)):
-            self._members |= self._made_members(index, before, self._dealer)
+        for index, group in enumerate(self.param_groups):
+            self._members |= self._made_members(index, group, before, self._dealer)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -189,9 +194,9 @@ class ShardedOptimizer(Optimizer):
         self._settle()
         self._refuse_meta()
         teams = self._made_teams()
-        targets = self._targets()
         for team in teams:
-            team.prepare(self.bucket_bytes)
+            team.prepare(self.bucket_bytes, self.missing_grads)
+        targets = self._targets()
         by_algorithm: dict[str, list[Target]] = {}
         for target in targets.values():
             by_algorithm.setdefault(target.group["algorithm"], []).append(target)
@@ -215,7 +220,7 @@ class ShardedOptimizer(Optimizer):
     def _take(self, index: int) -> None:
         """Check a new group and give its parameters their state."""
         dealer = copy.deepcopy(self._dealer)
-        members = self._made_members(index, {}, dealer)
+        members = self._made_members(index, self.param_groups[index], {}, dealer)
         names = Counter(member.at.name for member in (*self._members.values(), *members.values()))
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"param {twice[0]!r}: two parameters have this name. Give each its own.")
@@ -225,10 +230,9 @@ class ShardedOptimizer(Optimizer):
         self._dealer, self._teams = dealer, None
 
     def _made_members(
-        self, index: int, before: Mapping[Tensor, Member], dealer: Dealer
+        self, index: int, group: Group, before: Mapping[Tensor, Member], dealer: Dealer
     ) -> dict[Tensor, Member]:
         """The parameters of a group as its settings have them stepped; those in `before` lie as they did."""
-        group = self.param_groups[index]
         algorithm = self.algorithms[group["algorithm"]]
         algorithm.check_group(group)
         worker = algorithm if isinstance(algorithm, PieceAlgorithm) else None
@@ -239,6 +243,12 @@ class ShardedOptimizer(Optimizer):
             pieces = () if worker is None else tuple(worker.pieces(at, group, dealer))
             members[param] = Member(at, group, worker, pieces)
         return members
+
+    def _check_groups(self, groups: Sequence[Group]) -> None:
+        """Raise ValueError for settings that the parameters of these groups could not be stepped by."""
+        dealer = Dealer()
+        for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
+            self._made_members(index, {**group, "params": own["params"]}, self._members, dealer)
 
     def _settle(self) -> None:
         """Give real state to parameters that were on meta when they came, and are not any more."""

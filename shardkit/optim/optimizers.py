@@ -254,7 +254,7 @@ class Shampoo(ShardedOptimizer):
         missing_grads: see `ShardedOptimizer`.
 
     Raises:
-        ValueError: a setting out of range, or with "local" a block that is cut.
+        ValueError: a setting out of range; with "local", at the first plan() or step(), a block that is cut.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Shampoo(ShardedOptimizer):
             algorithm="shampoo",
             algorithms=_algorithms(None),
             settings=settings,
-            placing=placement,
+            placing=_block_placing(placement),
             bucket_bytes=bucket_bytes,
             missing_grads=missing_grads,
         )
@@ -303,7 +303,8 @@ class Shampoo(ShardedOptimizer):
 class SOAP(ShardedOptimizer):
     """SOAP by blocks on parameters in any layout, the same at any world size and layout, as `Shampoo` is.
 
-    The first step of a matrix finds eigenvectors and moves nothing. State takes about 24 bytes a parameter.
+    The first step of a matrix finds eigenvectors and moves nothing. State takes about 24 bytes a parameter
+    in whole square blocks, and more in short or narrow ones.
 
     Args:
         params: as `Shampoo`'s; those of fewer than two dims are stepped as by AdamW.
@@ -313,7 +314,7 @@ class SOAP(ShardedOptimizer):
         placement, bucket_bytes, missing_grads: as `Shampoo`'s.
 
     Raises:
-        ValueError: a setting out of range, or with "local" a block that is cut.
+        ValueError: a setting out of range; with "local", at the first plan() or step(), a block that is cut.
     """
 
     def __init__(
@@ -345,10 +346,16 @@ class SOAP(ShardedOptimizer):
             algorithm="soap",
             algorithms=_algorithms(None),
             settings=settings,
-            placing=placement,
+            placing=_block_placing(placement),
             bucket_bytes=bucket_bytes,
             missing_grads=missing_grads,
         )
+
+
+def _block_placing(placement: Placing) -> Placing:
+    if placement not in ("auto", "local"):
+        raise ValueError(f"placement: expected 'auto' or 'local', got {placement!r}: a block has one owner.")
+    return placement
 
 
 def _algorithms(orthogonalize: Orthogonalize | None) -> dict[str, Algorithm]:

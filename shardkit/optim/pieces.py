@@ -100,7 +100,7 @@ class Piece:
         fields: the first is the parameter's own; others are state that goes with it.
         flops: floating-point operations of the work on it.
         home: where its own state is; None if any rank may work on it.
-        number: counts the pieces of an optimizer, so that work can be spread over steps.
+        number: spreads work over steps; it follows from the parameter's name and the piece's place in it.
     """
 
     param: str

@@ -204,11 +204,11 @@ def _mode(piece: Piece, wish: Placing) -> Mode:
     if num_holders <= 1 and (piece.home is None or piece.home.rank == piece.fields[0].shares[0].holder):
         return "local"
     if wish == "local":
-        blocks = "Blocks.whole()" if piece.home is None else f"Blocks({piece.rows})"
+        fact = f"{num_holders} ranks hold parts of it" if num_holders > 1 else "another rank has its state"
+        blocks = "Blocks.whole()" if piece.home is None else "block_for(p.shape, 'shampoo', block=..)"
         raise ValueError(
-            f"param {piece.name!r}: expected on one rank, as placement='local' says, but {num_holders} ranks "
-            f"hold parts of it. Shard it with shard_placement_fn=lambda p: {blocks}, or use "
-            "placement='auto'."
+            f"param {piece.name!r}: expected on one rank, as placement='local' says, but {fact}. Shard it "
+            f"with shard_placement_fn=lambda p: {blocks}, or use placement='auto'."
         )
     if piece.home is not None:
         return "owner"

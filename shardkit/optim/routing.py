@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
-RouteName = Literal["muon", "shampoo", "soap", "adamw8bit", "adamw"]
+AlgorithmName = Literal["muon", "shampoo", "soap", "adamw8bit", "adamw"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")
@@ -21,12 +21,15 @@ _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "
 class Routed(NamedTuple):
     """Where a parameter goes, and why."""
 
-    algorithm: RouteName
+    algorithm: AlgorithmName
     reason: str
 
 
 def route_params(
-    model: nn.Module, overrides: Mapping[str, RouteName] | None = None, *, algorithm: RouteName = "muon"
+    model: nn.Module,
+    overrides: Mapping[str, AlgorithmName] | None = None,
+    *,
+    algorithm: AlgorithmName = "muon",
 ) -> dict[str, Routed]:
     """The algorithm of every trainable parameter with its reason, by fqn; tied ones under their first name.
 
@@ -36,9 +39,11 @@ def route_params(
         algorithm: of the matrices.
 
     Raises:
-        ValueError: no rule fits a parameter, or an override fits none.
+        ValueError: an unknown algorithm; no rule fits a parameter, or an override fits none.
     """
     overrides = overrides or {}
+    if wrong := [name for name in (algorithm, *overrides.values()) if name not in get_args(AlgorithmName)]:
+        raise ValueError(f"algorithm: expected one of {get_args(AlgorithmName)}, got {wrong[0]!r}.")
     routed: dict[str, Routed] = {}
     seen: dict[Tensor, str] = {}
     used: set[str] = set()
@@ -67,8 +72,8 @@ def route_params(
 def split_params(
     model: nn.Module,
     *,
-    overrides: Mapping[str, RouteName] | None = None,
-    algorithm: RouteName = "muon",
+    overrides: Mapping[str, AlgorithmName] | None = None,
+    algorithm: AlgorithmName = "muon",
 ) -> list[dict[str, Any]]:
     """Groups of named parameters, matrices for `algorithm` and the rest for AdamW, for any of the optimizers.
 
@@ -83,7 +88,7 @@ def split_params(
     routed = route_params(model, overrides, algorithm=algorithm)
     params = dict(model.named_parameters())
     groups = []
-    for chosen in get_args(RouteName):
+    for chosen in get_args(AlgorithmName):
         names = [name for name, route in routed.items() if route.algorithm == chosen]
         if names:
             reasons = [routed[name].reason for name in names]
@@ -108,7 +113,7 @@ def _head(model: nn.Module, embedded: Sequence[Tensor]) -> Tensor | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _route(model: nn.Module, name: str, param: Tensor, algorithm: RouteName) -> Routed:
+def _route(model: nn.Module, name: str, param: Tensor, algorithm: AlgorithmName) -> Routed:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     last = path.rpartition(".")[2].lower()

@@ -90,8 +90,8 @@ class ShampooRule:
         """From `start` on, or the step `update_every`, block i renews its roots in every i-th of a period."""
         period: int = group["update_every"]
         start = period if group["start"] is None else group["start"]
-        since = step - start - number % period  # steps since the first root
-        return Moment(step, since <= 0, since >= 0 and since % period == 0)
+        since = step - start - number % period  # steps since its first turn
+        return Moment(step, step == 1, since >= 0 and since % period == 0)
 
     def step_blocks(self, grad: Tensor, state: dict[str, Tensor], group: Group, moment: Moment) -> Tensor:
         """The equations above."""
@@ -102,14 +102,15 @@ class ShampooRule:
         if moment.refreshes:
             for side in SIDES:
                 _renew_root(state, side, group, moment)
-        if moment.begins and not moment.refreshes:
+        rooted = _is_set(state["left_root"])  # whatever the schedule was when the state was saved
+        if not bool(rooted.any()):
             return grafted
         momentum = _momentum(state, group, moment.step)
         direction: Tensor = state["left_root"] @ momentum @ state["right_root"]
-        if group["graft"] is None:
-            return direction
-        norms = [torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (grafted, direction)]
-        return direction.mul_(norms[0] / (norms[1] + 1e-16))
+        if group["graft"] is not None:
+            norms = [torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (grafted, direction)]
+            direction.mul_(norms[0] / (norms[1] + 1e-16))
+        return torch.where(rooted, direction, grafted)
 
     def moves(self, step: int) -> bool:
         """Always."""
@@ -153,7 +154,20 @@ def _renew_root(state: dict[str, Tensor], side: str, group: Group, moment: Momen
         root = inverse_root_eigh(mean, ROOT, eps)
     else:
         vectors = state[f"{side}_vectors"]
-        new = eigen_of(mean) if moment.begins else refined_eigenvectors(mean, vectors)
-        vectors.copy_(new.vectors)
+        vectors.copy_(_renewed_vectors(mean, vectors))
         root = inverse_root_of_vectors(mean, vectors, ROOT, eps)
     state[f"{side}_root"].copy_(root)
+
+
+def _renewed_vectors(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Eigenvectors by one step of QR, or anew where there are none yet."""
+    known = _is_set(vectors)
+    if not bool(known.any()):
+        return eigen_of(matrices).vectors
+    refined = refined_eigenvectors(matrices, vectors).vectors
+    return refined if bool(known.all()) else torch.where(known, refined, eigen_of(matrices).vectors)
+
+
+def _is_set(state: Tensor) -> Tensor:
+    """Which blocks have more than the zeros that state begins with: (.., 1, 1)."""
+    return state.flatten(-2).any(-1)[..., None, None]

@@ -80,14 +80,14 @@ class Team:
         self.plan = plan_step(pieces, len(self.ranks), [placing] * len(pieces))
         self._engine: Engine | None = None
 
-    def prepare(self, bucket_bytes: int) -> None:
+    def prepare(self, bucket_bytes: int, missing_grads: str) -> None:
         """Make the engine, once. Collective over the team then: all ranks must call.
 
         Raises:
             PlanMismatchError: on all ranks, if they planned differently; it names the first parameter.
         """
         if self._engine is None:
-            self._engine = self._made_engine(bucket_bytes)
+            self._engine = self._made_engine(bucket_bytes, missing_grads)
 
     def run(self, targets: Mapping[str, Target]) -> None:
         """Step all pieces of `targets`, by parameter. Collective over the team: all ranks must call."""
@@ -95,24 +95,25 @@ class Team:
         active = [place for place, (_, m, _) in enumerate(self.places) if m.at.name in targets]
         self._engine.run(_TeamWork(self.places, targets), active)
 
-    def _made_engine(self, bucket_bytes: int) -> Engine:
+    def _made_engine(self, bucket_bytes: int, missing_grads: str) -> Engine:
         at = self.members[0].at
         device = at.device
         rank = dist.get_rank() if dist.is_initialized() else 0
         index = self.ranks.index(rank)
         if len(self.ranks) == 1:
             return Engine(self.plan, Ranks(index, (0,), None), device, bucket_bytes)
-        group = self._opened_group(at)
+        settings = f"buckets of {bucket_bytes} bytes, missing gradients {missing_grads!r}"
+        group = self._opened_group(at, [*self.plan.lines, settings])
         order = dist.get_process_group_ranks(group)
         group_ranks = tuple(order.index(global_rank) for global_rank in self.ranks)
         route = route_of(self.plan, group, backend_name(group, device))
         return Engine(self.plan, Ranks(index, group_ranks, route), device, bucket_bytes)
 
-    def _opened_group(self, at: Placed) -> dist.ProcessGroup:
+    def _opened_group(self, at: Placed, lines: Sequence[str]) -> dist.ProcessGroup:
         """The group over which messages pass, of one axis or of exactly the ranks of several.
 
-        Plans are compared first. Then each rank gives one number: the first messages of a group on NCCL must
-        be met by all its ranks, and a step's may not concern all.
+        Plans and settings, `lines`, are compared first. Then each rank gives one number: the first messages
+        of a group on NCCL must be met by all its ranks, and a step's may not concern all.
         """
         label, world = "optimizer step", dist.group.WORLD
         assert world is not None
@@ -120,7 +121,7 @@ class Team:
         if not has_peers(at.groups[0], at.device):
             return own or world
         for axis_group in at.groups:
-            check_agreement(self.plan.lines, axis_group, label)
+            check_agreement(lines, axis_group, label)
         own = own or new_group_of(self.ranks, at.device)
         if own is None:
             return world

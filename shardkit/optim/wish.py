@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 from shardkit.boxes import Layout
 from shardkit.optim.algorithm import PieceAlgorithm
@@ -18,12 +18,11 @@ from shardkit.optim.muon import MuonAlgorithm
 from shardkit.optim.placed import planned
 from shardkit.optim.planning import Placing, StepPlan
 from shardkit.optim.replicas import Replicas
+from shardkit.optim.routing import AlgorithmName
 from shardkit.optim.shampoo import ShampooRule
 from shardkit.optim.teams import Member, make_teams
 from shardkit.placement import Blocks, RaggedShard, block_numel
 from shardkit.plan import TensorSpec, plan_bucket
-
-AlgorithmName = Literal["muon", "shampoo", "soap", "adamw", "adamw8bit"]
 
 
 def block_for(
@@ -130,7 +129,10 @@ def _plan(
     replicas: Replicas,
     settings: Mapping[str, object],
 ) -> StepPlan:
+    if unknown := settings.keys() - algorithm.defaults.keys():
+        raise ValueError(f"settings: expected some of {sorted(algorithm.defaults)}, got {sorted(unknown)}.")
     group, dealer = {**algorithm.defaults, **settings}, Dealer()
+    algorithm.check_group(group)
     members = []
     for name, layout in layouts.items():
         at = planned(name, layout)

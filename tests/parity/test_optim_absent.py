@@ -23,7 +23,7 @@ from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
 from shardkit.optim import Muon
 from tests.parity.test_muon import Net, assert_same, give_grads, matrices, sharded
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
 
 SHAPES = [(48, 32), (24, 80), (33, 40), (64, 64)]
 TIMEOUT_S = 6.0  # of the ranks; their group's is a little less
@@ -193,3 +193,19 @@ def test_a_rank_that_never_comes_to_the_first_step_is_named(missing: int) -> Non
     for rank in {0, 1, 2} - {missing}:
         expected = "ranks [2] of [0, 1, 2] did not bring" if missing else "rank 0 did not compare the plans"
         assert messages[rank].startswith("optimizer step: ") and expected in messages[rank]
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"), [("bucket_bytes", (1 << 20, 1 << 10)), ("missing_grads", ("symmetric", "agree"))]
+)
+def test_ranks_with_other_settings_are_told_so_before_any_message(
+    setting: str, values: tuple[object, object]
+) -> None:
+    def run(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (world_size,))
+        params = sharded(matrices(0), mesh, lambda i, shape: [Shard(0)])
+        optimizer = Muon(params, placement="owner", **{setting: values[rank]})
+        give_grads(params, matrices(1))
+        optimizer.step()
+
+    errors_on_all_ranks(run, 2, PlanMismatchError, "optimizer step", "buckets of", "missing gradients")

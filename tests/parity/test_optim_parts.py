@@ -11,11 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from shardkit.boxes import Layout
 from shardkit.optim import (
     Muon,
     Projection,
+    Shampoo,
     from_sum_form,
     from_torch_muon,
+    muon_plan,
     qk_clip_,
     route_params,
     split_params,
@@ -86,6 +89,19 @@ def test_a_parameter_without_a_rule_and_an_override_without_a_parameter_raise() 
 
 
 def test_an_unknown_algorithm_is_refused() -> None:
+    for use in (
+        lambda: split_params(Transformer(), algorithm="shampo"),
+        lambda: split_params(Transformer(), overrides={"head": "sgd"}),
+    ):
+        with pytest.raises(ValueError, match=r"algorithm: expected one of .* got 's"):
+            use()
+    for setting in ("placement", "missing_grads", "replicas"):
+        with pytest.raises(ValueError, match=f"{setting}: expected one of .*got 'agre'"):
+            Muon([torch.zeros(2, 2)], **{setting: "agre"})
+    with pytest.raises(ValueError, match="placement: expected 'auto' or 'local', got 'owner'"):
+        Shampoo([torch.zeros(2, 2)], placement="owner")
+    with pytest.raises(ValueError, match=r"settings: expected some of .*'heads'.* got \['hedas'\]"):
+        muon_plan({"w": Layout((8, 4), (2,), (Shard(0),))}, hedas=3)
     with pytest.raises(
         ValueError,
         match=r"algorithm: expected one of \['adamw', 'adamw8bit', 'muon', 'shampoo', 'soap'\], got 'lion'",

@@ -194,6 +194,11 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None
     saved["param_groups"][0]["lr"] = 7.0
     with pytest.raises(ValueError, match=r"group 1: this optimizer has algorithm='adamw'.* with 'muon'"):
         optimizer.load_state_dict(saved)
+    for index, key, bad in ((3, "betas", (2.0, 0.9)), (0, "split_rows", [5, 7]), (2, "lr", -1.0)):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][index][key] = bad
+        with pytest.raises(ValueError, match=key):
+            optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
     assert_equal(optimizer, before)
@@ -219,6 +224,21 @@ def test_state_of_blocks_stays_with_its_rank_whatever_a_loaded_group_says_of_the
         assert_equal(saved, resumed)
 
     run_ranks(run, 2)
+
+
+def test_stochastic_rounding_may_be_switched_on_by_a_load() -> None:
+    models = [Weights().bfloat16() for _ in range(2)]
+    optimizer, rounding = (
+        AdamW8bit(model.parameters(), stochastic_rounding=rounds, min_numel=1)
+        for model, rounds in zip(models, (False, True), strict=True)
+    )
+    for each in (optimizer, rounding):
+        steps(each, 1)
+    models[0].load_state_dict(models[1].state_dict())
+    optimizer.load_state_dict(rounding.state_dict())
+    for each in (optimizer, rounding):
+        steps(each, 2)
+    assert_equal(optimizer, rounding)
 
 
 COPIES: dict[str, Callable[[ShardedOptimizer], ShardedOptimizer]] = {

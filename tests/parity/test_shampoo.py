@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 import pytest
 import torch
@@ -31,8 +32,9 @@ def reference(
     values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], settings: Mapping[str, object]
 ) -> list[Tensor]:
     """The parameters after all steps, in float64; block by block, nothing shared with the package."""
-    finals, number = [], 0
+    finals = []
     for i, value in enumerate(values):
+        number = crc32(f"{i} of group 0".encode())  # of its first block, by the name it has
         final = value.double().clone()
         for row in range(0, value.shape[0], settings["block"]):
             for col in range(0, value.shape[1], settings["block"]):
@@ -157,13 +159,42 @@ def test_work_on_roots_is_spread_over_the_steps(monkeypatch: pytest.MonkeyPatch)
         return stock(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", counting)
-    params = [nn.Parameter(value) for value in matrices(0, [(32, 32), (16, 16), (16, 48)])]  # 8 blocks
+    params = [nn.Parameter(value) for value in matrices(0, [(32, 64)])]  # 8 blocks
     optimizer = Shampoo(params, block=16, update_every=4, start=1)
     for step in range(8):
         counts.append(0)
         give_grads(params, matrices(step, [tuple(p.shape) for p in params]))
         optimizer.step()
     assert counts == [4] * 8  # two blocks, two sides each
+
+
+@pytest.mark.parametrize("root", ["eigh", "qr", "newton"])
+def test_a_block_without_a_root_is_grafted_wholly_whatever_its_schedule_says(root: str) -> None:
+    """A saved state may come from another schedule, or the schedule change: no block may stand still."""
+    params = [nn.Parameter(value) for value in matrices(0, [(32, 48)])]
+    optimizer = Shampoo(params, block=16, update_every=20, weight_decay=0.0, root=root)
+    for step in range(8):
+        optimizer.param_groups[0]["update_every"] = 20 if step < 5 else 4
+        before = params[0].detach().clone()
+        give_grads(params, matrices(step, [(32, 48)]))
+        optimizer.step()
+        moved = (params[0].detach() - before).unfold(0, 16, 16).unfold(1, 16, 16).flatten(2).norm(dim=-1)
+        assert (moved > 1e-3).all(), moved
+        assert torch.isfinite(params[0]).all()
+
+
+def test_a_parameter_has_its_schedule_whatever_else_the_optimizer_holds() -> None:
+    shapes = [(32, 48), (48, 32)]
+
+    def train(names: Sequence[int]) -> Tensor:
+        params = {i: nn.Parameter(value) for i, value in enumerate(matrices(0, shapes))}
+        optimizer = Shampoo([(f"w{i}", params[i]) for i in names], block=16, update_every=3)
+        for step in range(5):
+            give_grads(list(params.values()), matrices(step, shapes))
+            optimizer.step()
+        return params[1].detach()
+
+    assert torch.equal(train([0, 1]), train([1]))
 
 
 @pytest.mark.parametrize("root", ["eigh", "qr", "newton"])

@@ -137,7 +137,10 @@ def test_what_a_parameter_is_dealt_does_not_depend_on_later_ones() -> None:
     first = [pieces_of(planned(str(i), layout), 16, short) for i, layout in enumerate(layouts[:2])]
     then = [pieces_of(planned(str(i), layout), 16, long) for i, layout in enumerate(layouts)]
     assert first == then[:2]
-    assert [piece.number for pieces in then for piece in pieces] == list(range(12 + 20 + 12))
+    numbers = [[piece.number for piece in pieces] for pieces in then]
+    assert [own[-1] - own[0] + 1 for own in numbers] == [12, 20, 12]  # one after another
+    alone = pieces_of(planned("2", layouts[2]), 16)
+    assert [piece.number for piece in alone] == numbers[2]  # by name, whatever came before
 
 
 # (block, ranks, layers a unit) -> GB a rank in the mean, balance: Llama-3-8B as counted with the hybrid rule,
