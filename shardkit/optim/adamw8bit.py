@@ -87,7 +87,6 @@ class AdamW8bitAlgorithm:
         """Raise ValueError for a setting out of range."""
         tile, betas = group["tile"], group["betas"]
         expected = {
-            "lr": (group["lr"] >= 0, "at least 0"),
             "betas": (all(0 <= beta < 1 for beta in betas), "in [0, 1)"),
             "eps": (group["eps"] >= 0, "at least 0"),
             "weight_decay": (group["weight_decay"] >= 0, "at least 0"),

@@ -27,7 +27,7 @@ from shardkit.optim.loading import (
     plain_settings,
     read_settings,
 )
-from shardkit.optim.placed import local, local_grad, placed
+from shardkit.optim.placed import check_contiguous, local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
 from shardkit.optim.teams import Member, OptimizerPlan, Team, agree, make_teams
@@ -77,6 +77,8 @@ class ShardedOptimizer(Optimizer):
                 f"replicas: expected one of {get_args(Replicas)}, and not 'shared' where every piece stays "
                 f"with placement='local'; got {replicas!r}, {placing!r}."
             )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes}.")
         self.algorithm, self.algorithms = algorithm, algorithms
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
         self.replicas = replicas
@@ -103,6 +105,9 @@ class ShardedOptimizer(Optimizer):
         finally:
             self.defaults = own
         try:
+            lr = self.param_groups[-1]["lr"]
+            if not lr >= 0:  # only here: a scheduler that ends a hair below may be saved and loaded
+                raise ValueError(f"lr: expected a number >= 0, got {lr}.")
             self._take(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
@@ -303,6 +308,7 @@ class ShardedOptimizer(Optimizer):
 
     def _target(self, param: Tensor, member: Member) -> Target:
         own, group = local(param), member.group
+        check_contiguous(member.at.name, own)  # `.to(memory_format=..)` may have come after the optimizer
         grad = torch.zeros_like(own) if param.grad is None else local_grad(member.at.name, param)
         state = {key: local(value) for key, value in self.state[param].items()}
         return Target(member.at, own, grad.neg() if group["maximize"] else grad, state, group)

@@ -85,7 +85,7 @@ def placed(name: str, param: Tensor) -> Placed:
     if param.is_sparse:
         raise ValueError(f"param {name!r}: it is sparse. Call to_dense() on it, or leave it out.")
     if not isinstance(param, DTensor):
-        _check_contiguous(name, param)
+        check_contiguous(name, param)
         rank = dist.get_rank() if dist.is_initialized() else 0
         return Placed(
             name, Layout(tuple(param.shape), (1,), (Replicate(),)), (0,), (), (rank,), None, param.device
@@ -95,7 +95,7 @@ def placed(name: str, param: Tensor) -> Placed:
             f"param {name!r}: a sum is still pending in {param.placements}. Redistribute it before the "
             "optimizer is built."
         )
-    _check_contiguous(name, local_of(param))
+    check_contiguous(name, local_of(param))
     mesh = param.device_mesh
     layout, me = with_all_units(layout_of(spec_of(param)), mesh), coordinate_of(mesh)
     axes = cut_axes(layout)
@@ -139,7 +139,8 @@ def drawn(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)}{placements}"
 
 
-def _check_contiguous(name: str, tensor: Tensor) -> None:
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor whose elements are not in order, which views of its parts rely on."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"param {name!r} is not contiguous: it has strides {tensor.stride()} for shape "

@@ -48,7 +48,7 @@ def qk_clip_(
     """Shrink the heads whose largest logit passes `tau`, in place; call it after `optimizer.step()`.
 
     Collective over `group`: all ranks must call, with the same projections. One all-reduce of the maxima.
-    A maximum that is not above zero, or is nan, clips nothing.
+    A maximum that is not above zero, or is not finite as after an overflow, clips nothing.
 
     Args:
         projections: queries and keys of all layers.
@@ -59,15 +59,17 @@ def qk_clip_(
         The maxima over all ranks, float32, those of all projections one after another.
 
     Raises:
-        ValueError: heads that divide neither the rows nor the logits, a bound not above zero, or a weight
-            that is not contiguous.
+        ValueError: no projection, heads that divide neither the rows nor the logits, a bound not above zero,
+            or a weight that is not contiguous.
     """
     if not tau > 0:
         raise ValueError(f"qk_clip_: expected tau > 0, got {tau}.")
+    if not projections:
+        raise ValueError("qk_clip_: expected at least one projection, got none.")
     for projection in projections:
         _check(projection)
     maxima = torch.cat([p.max_logits.detach().reshape(-1).float() for p in projections])
-    maxima = torch.where(maxima.isnan(), -torch.inf, maxima)
+    maxima = torch.where(maxima.isfinite(), maxima, -torch.inf)
     if dist.is_initialized():
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
     sizes = [projection.max_logits.numel() for projection in projections]

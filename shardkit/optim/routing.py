@@ -8,6 +8,7 @@ so every parameter needs a rule here, and one without raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 AlgorithmName = Literal["muon", "shampoo", "soap", "adamw8bit", "adamw"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTION = "a convolution, taken as (out, rest)"
 _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")
 
 
@@ -80,7 +82,8 @@ def split_params(
         optimizer = Muon(split_params(model), lr=3e-4)
         optimizer = Shampoo(split_params(model, algorithm="shampoo"), lr=3e-4)
 
-    Each group has a key `reasons`: why each of its parameters is there, in order.
+    One-dimensional convolutions have a group of their own, with `flatten=True`: their three dims would be
+    taken for a stack. Each group has a key `reasons`: why each of its parameters is there, in order.
 
     Raises:
         ValueError: as `route_params`.
@@ -88,13 +91,23 @@ def split_params(
     routed = route_params(model, overrides, algorithm=algorithm)
     params = dict(model.named_parameters())
     groups = []
-    for chosen in get_args(AlgorithmName):
-        names = [name for name, route in routed.items() if route.algorithm == chosen]
+    for chosen, flatten in product(get_args(AlgorithmName), (None, True)):
+        names = [
+            name
+            for name, route in routed.items()
+            if route.algorithm == chosen and _needs_flatten(route, params[name]) is (flatten is True)
+        ]
         if names:
             reasons = [routed[name].reason for name in names]
             named = [(name, params[name]) for name in names]
-            groups.append({"params": named, "algorithm": chosen, "reasons": reasons})
+            group = {"params": named, "algorithm": chosen, "reasons": reasons}
+            groups.append(group if flatten is None else {**group, "flatten": True})
     return groups
+
+
+def _needs_flatten(route: Routed, param: Tensor) -> bool:
+    """Whether three dims would be taken for a stack of matrices though they are of a convolution."""
+    return route.reason == _CONVOLUTION and param.ndim == 3 and route.algorithm in ("muon", "shampoo", "soap")
 
 
 def _params_of(model: nn.Module, *kinds: type[nn.Module]) -> list[nn.Parameter]:
@@ -122,7 +135,7 @@ def _route(model: nn.Module, name: str, param: Tensor, algorithm: AlgorithmName)
     if last in _HEADS or leaf in _HEADS:
         return Routed("adamw", "an output head, by its name")
     if isinstance(module, _CONVOLUTIONS):
-        return Routed(algorithm, "a convolution, taken as (out, rest)")
+        return Routed(algorithm, _CONVOLUTION)
     if param.ndim == 2:
         return Routed(algorithm, "a matrix")
     if param.ndim == 3:

@@ -19,6 +19,7 @@ from shardkit.boxes import Box
 from shardkit.collectives import Route, all_reduce, has_peers
 from shardkit.optim.algorithm import Group, PieceAlgorithm, Target
 from shardkit.optim.engine import Engine, Ranks, route_of
+from shardkit.optim.loading import plain_settings
 from shardkit.optim.pieces import Piece
 from shardkit.optim.placed import Placed
 from shardkit.optim.planning import Placing, StepPlan, plan_step
@@ -102,8 +103,9 @@ class Team:
         index = self.ranks.index(rank)
         if len(self.ranks) == 1:
             return Engine(self.plan, Ranks(index, (0,), None), device, bucket_bytes)
+        groups = {id(member.group): member.group for member in self.members}.values()
         settings = f"buckets of {bucket_bytes} bytes, missing gradients {missing_grads!r}"
-        group = self._opened_group(at, [*self.plan.lines, settings])
+        group = self._opened_group(at, [*self.plan.lines, *map(_settings_of, groups), settings])
         order = dist.get_process_group_ranks(group)
         group_ranks = tuple(order.index(global_rank) for global_rank in self.ranks)
         route = route_of(self.plan, group, backend_name(group, device))
@@ -128,6 +130,13 @@ class Team:
         route = Route(own, backend_name(own, at.device), 0)
         all_reduce(torch.zeros(1, device=at.device), route, f"{label}, first message").wait()
         return own
+
+
+def _settings_of(group: Group) -> str:
+    """What ranks must agree on beside the plan; the rate may be a tensor, and schedulers keep theirs here."""
+    apart = ("params", "param_names", "reasons", "lr", "initial_lr")
+    settings = {key: value for key, value in sorted(plain_settings(group).items()) if key not in apart}
+    return f"settings {settings}"
 
 
 def agree(members: Iterable[Member], have_grad: Mapping[str, bool]) -> dict[str, bool]:

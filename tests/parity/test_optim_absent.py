@@ -195,8 +195,16 @@ def test_a_rank_that_never_comes_to_the_first_step_is_named(missing: int) -> Non
         assert messages[rank].startswith("optimizer step: ") and expected in messages[rank]
 
 
+FOUND_IN = {"bucket_bytes": "buckets of", "missing_grads": "missing gradients", "nesterov": "'nesterov'"}
+
+
 @pytest.mark.parametrize(
-    ("setting", "values"), [("bucket_bytes", (1 << 20, 1 << 10)), ("missing_grads", ("symmetric", "agree"))]
+    ("setting", "values"),
+    [
+        ("bucket_bytes", (1 << 20, 1 << 10)),
+        ("missing_grads", ("symmetric", "agree")),
+        ("nesterov", (True, False)),
+    ],
 )
 def test_ranks_with_other_settings_are_told_so_before_any_message(
     setting: str, values: tuple[object, object]
@@ -208,4 +216,4 @@ def test_ranks_with_other_settings_are_told_so_before_any_message(
         give_grads(params, matrices(1))
         optimizer.step()
 
-    errors_on_all_ranks(run, 2, PlanMismatchError, "optimizer step", "buckets of", "missing gradients")
+    errors_on_all_ranks(run, 2, PlanMismatchError, "optimizer step", FOUND_IN[setting])

@@ -78,6 +78,25 @@ def test_groups_go_into_one_optimizer_with_reasons() -> None:
     assert not any("blocks.0" in name for name in optimizer.param_groups[0]["param_names"])
 
 
+def test_a_one_dimensional_convolution_is_one_matrix() -> None:
+    model = nn.Sequential(nn.Conv1d(16, 32, 5, bias=False), nn.Conv2d(3, 8, 5, bias=False))
+    for algorithm, kind in (("muon", Muon), ("shampoo", Shampoo)):
+        groups = split_params(model, algorithm=algorithm)
+        assert [group.get("flatten") for group in groups] == [None, True]
+        plan = str(kind(groups).plan())
+        assert "0.weight          32 x 80" in plan, plan
+        assert "1.weight           8 x 75" in plan, plan
+
+
+def test_a_parameter_that_lost_its_order_of_elements_is_refused_at_the_step() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3))
+    optimizer = Muon(split_params(model))
+    model.to(memory_format=torch.channels_last)
+    model(torch.ones(1, 4, 5, 5)).sum().backward()
+    with pytest.raises(ValueError, match=r"param '0.weight' is not contiguous"):
+        optimizer.step()
+
+
 def test_a_parameter_without_a_rule_and_an_override_without_a_parameter_raise() -> None:
     model = nn.Module()
     model.odd = nn.Parameter(torch.zeros(2, 3, 4, 5))
@@ -98,6 +117,11 @@ def test_an_unknown_algorithm_is_refused() -> None:
     for setting in ("placement", "missing_grads", "replicas"):
         with pytest.raises(ValueError, match=f"{setting}: expected one of .*got 'agre'"):
             Muon([torch.zeros(2, 2)], **{setting: "agre"})
+    for lr in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"lr: expected a number >= 0, got {lr}"):
+            Muon([torch.zeros(2, 2)], lr=lr)
+    with pytest.raises(ValueError, match="bucket_bytes: expected at least 1, got 0"):
+        Muon([torch.zeros(2, 2)], bucket_bytes=0)
     with pytest.raises(ValueError, match="placement: expected 'auto' or 'local', got 'owner'"):
         Shampoo([torch.zeros(2, 2)], placement="owner")
     with pytest.raises(ValueError, match=r"settings: expected some of .*'heads'.* got \['hedas'\]"):
@@ -110,9 +134,9 @@ def test_an_unknown_algorithm_is_refused() -> None:
 
 
 def test_qk_clip_shrinks_the_heads_above_the_bound_on_every_rank() -> None:
-    """Against a loop over heads; grouped keys, a negative maximum, a nan, a head that only one rank saw."""
+    """A loop over heads says how; grouped keys, a negative maximum, nan and inf, a head that one rank saw."""
     nan = float("nan")
-    logits = [torch.tensor([50.0, 400.0, -3.0, nan]), torch.tensor([20.0, 10.0, nan, 150.0])]
+    logits = [torch.tensor([50.0, 400.0, -3.0, nan]), torch.tensor([20.0, 10.0, math.inf, 150.0])]
     query, key = matrices(0, [(12, 5), (6, 5)])
     gamma = torch.tensor([1.0, 100 / 400, 1.0, 100 / 150])
     expected_query = query * gamma.sqrt().repeat_interleave(3)[:, None]

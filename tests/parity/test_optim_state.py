@@ -194,7 +194,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None
     saved["param_groups"][0]["lr"] = 7.0
     with pytest.raises(ValueError, match=r"group 1: this optimizer has algorithm='adamw'.* with 'muon'"):
         optimizer.load_state_dict(saved)
-    for index, key, bad in ((3, "betas", (2.0, 0.9)), (0, "split_rows", [5, 7]), (2, "lr", -1.0)):
+    for index, key, bad in ((3, "betas", (2.0, 0.9)), (0, "split_rows", [5, 7]), (2, "eps", -1.0)):
         saved = copy.deepcopy(optimizer.state_dict())
         saved["param_groups"][index][key] = bad
         with pytest.raises(ValueError, match=key):
