@@ -123,8 +123,8 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy what `state_dict` gave into the state that is there, whose dtypes and layouts stay.
 
-        Settings that the saved groups do not have stay as they are. Collective over the ranks of state that
-        lies otherwise: all must call.
+        Settings that the saved groups do not have stay as they are; state that was not saved becomes zero.
+        Collective over the ranks of state that lies otherwise: all must call.
 
         Raises:
             ValueError: an algorithm, a setting that its state depends on, or the shape of a state is another

@@ -244,7 +244,7 @@ class Shampoo(ShardedOptimizer):
         start: the first step in which roots are made, `update_every` by default; before it, and until its own
             turn comes, a block steps along the direction that `graft` names.
         graft: whose direction gives a block its norm: "adam", "rmsprop", "sgd" (the momentum), or None, which
-            leaves the norm as it is.
+            leaves the norm as it is; vectors, and blocks without a root, then step along the momentum.
         graft_eps: added to the root of the second moment.
         root: how the inverse root is found: "eigh", "qr" (one step of QR a time on earlier eigenvectors), or
             "newton" (products alone, with eigenvectors where they do not converge).

@@ -6,7 +6,7 @@ Schur-Newton Method for the Matrix p-th Root and its Inverse", 2006, section 6, 
 al., "Scalable Second Order Optimization for Deep Learning", 2021, appendix C), which accelerators prefer; a
 matrix for which products do not converge gets eigenvectors. Matrices are divided by m first, so that those of
 tiny gradients lose nothing. A matrix that is not finite has a root of nan: what broke it is then seen in the
-parameter, on all ranks, and no rank raises alone.
+parameter, on all ranks, and no rank raises alone for that.
 """
 
 from __future__ import annotations
