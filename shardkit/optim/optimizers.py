@@ -240,7 +240,8 @@ class Shampoo(ShardedOptimizer):
         weight_decay: decoupled, times lr.
         block: most rows and columns of a block. With tensor parallelism take one that leaves each of its
             ranks a block of every matrix, or some ranks have more to do than others.
-        update_every: steps between new roots of a block; each step renews its share of the blocks.
+        update_every: steps between new roots of a block; each step renews its share of the blocks, by turns
+            that follow from the parameter's name.
         start: the first step in which roots are made, `update_every` by default; before it, and until its own
             turn comes, a block steps along the direction that `graft` names.
         graft: whose direction gives a block its norm: "adam", "rmsprop", "sgd" (the momentum), or None, which

@@ -44,7 +44,7 @@ both = pytest.mark.parametrize("name", OPTIMIZERS)
 Snapshot = list[tuple[Tensor, dict[str, Tensor]]]
 
 
-def made(name: str, params: Sequence[Tensor], **settings: object) -> ShardedOptimizer:
+def made(name: str, params: Sequence[Tensor | tuple[str, Tensor]], **settings: object) -> ShardedOptimizer:
     make, defaults = OPTIMIZERS[name]
     return make(params, **{**defaults, **settings})
 
@@ -97,6 +97,12 @@ def on_one_process(
 ) -> list[Snapshot]:
     params = [nn.Parameter(v) for v in matrices(0, shapes)]
     return train(made(name, params, **settings), params, steps)
+
+
+def by_name_on_one_process(name: str, steps: int) -> list[Snapshot]:
+    """With the names that `Bag` has, from which the turns of blocks follow."""
+    params = [nn.Parameter(v) for v in matrices(0, SHAPES)]
+    return train(made(name, [(f"p{i}", param) for i, param in enumerate(params)]), params, steps)
 
 
 @both
@@ -227,7 +233,7 @@ def continue_training(
 @both
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_moves_between_numbers_of_ranks_is_one_run(name: str, tmp_path: Path) -> None:
-    expected = on_one_process(name, 11)
+    expected = by_name_on_one_process(name, 11)
     for world_size, last in zip((2, 4, 3, 2, 1), itertools.count(3, 2), strict=False):
         first = 1 if last == 3 else last - 1
         for got in run_ranks(continue_training, world_size, name, tmp_path, first, last):
@@ -238,7 +244,7 @@ def test_a_run_that_moves_between_numbers_of_ranks_is_one_run(name: str, tmp_pat
 @pytest.mark.filterwarnings("ignore")
 def test_full_state_goes_to_plain_parameters_and_back(name: str) -> None:
     """As torch's state dicts on rank 0 do; the plain run goes on as the sharded one would have."""
-    expected, full_options = on_one_process(name, 5), StateDictOptions(full_state_dict=True)
+    expected, full_options = by_name_on_one_process(name, 5), StateDictOptions(full_state_dict=True)
 
     class Plain(nn.Module):
         def __init__(self, values: Sequence[Tensor]) -> None:
@@ -458,7 +464,7 @@ def test_blocks_that_are_cut_are_refused_where_they_must_be_local() -> None:
         params = sharded(matrices(0, [(40, 8)]), mesh, lambda i, shape: [Shard(0)])
         Shampoo([("w", params[0])], block=16, placement="local").plan()
 
-    errors_on_all_ranks(run, 2, ValueError, "param 'w[16:32]'", "Blocks(16)")
+    errors_on_all_ranks(run, 2, ValueError, "param 'w[16:32]'", "block_for(p.shape, 'shampoo'")
 
 
 def test_groups_of_a_model_go_to_the_algorithm_that_is_asked_for() -> None:
