@@ -74,11 +74,13 @@ class Pending:
         Raises:
             CollectiveTimeoutError: a peer did not take part within the group's timeout, or died.
         """
-        with _naming_the_missing(self._kind, self._label, self._route):
+        try:
             for work in self._works:
                 work.wait()
             if self._then is not None:
                 self._then()
+        except RuntimeError as error:
+            raise _who_is_missing(self._kind, self._label, self._route, error) from error
         self._works, self._then = [], None
 
 
@@ -285,13 +287,19 @@ def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: 
 
 @contextmanager
 def _naming_the_missing(kind: str, label: str, route: Route | None) -> Iterator[None]:
-    """Name the collective in what gloo says of a peer that died, before or after messages are posted."""
+    """Name the collective in what gloo says of a peer that died before messages were posted."""
     try:
         yield
     except RuntimeError as error:
-        ranks = [] if route is None else dist.get_process_group_ranks(route.group)
-        raise CollectiveTimeoutError(
-            f"{label}: {kind} over ranks {ranks} failed on rank {dist.get_rank()}: {error} A peer died, or "
-            "did not come: it raised an error of its own (look for the first one), skipped this unit, or ran "
-            "units in another order. Let every rank run the same units in the same order."
-        ) from error
+        raise _who_is_missing(kind, label, route, error) from error
+
+
+def _who_is_missing(
+    kind: str, label: str, route: Route | None, error: RuntimeError
+) -> CollectiveTimeoutError:
+    ranks = [] if route is None else dist.get_process_group_ranks(route.group)
+    return CollectiveTimeoutError(
+        f"{label}: {kind} over ranks {ranks} failed on rank {dist.get_rank()}: {error} A peer died, or "
+        "did not come: it raised an error of its own (look for the first one), skipped this unit, or ran "
+        "units in another order. Let every rank run the same units in the same order."
+    )
