@@ -74,7 +74,7 @@ class Pending:
         Raises:
             CollectiveTimeoutError: a peer did not take part within the group's timeout, or died.
         """
-        try:
+        try:  # not `_naming_the_missing`, whose generator costs 2 % of a unit's host time
             for work in self._works:
                 work.wait()
             if self._then is not None:

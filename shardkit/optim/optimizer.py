@@ -145,8 +145,7 @@ class ShardedOptimizer(Optimizer):
             for param, state in loaded.items():
                 copy_state(own[param], state)
 
-        self._settle()
-        self._refuse_meta()
+        self._require_real()
         hooks = (  # the last before and the first after, so that hooks of the user see and change all
             self.register_load_state_dict_pre_hook(take),
             self.register_load_state_dict_post_hook(put, prepend=True),
@@ -196,8 +195,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
-        self._refuse_meta()
+        self._require_real()
         teams = self._made_teams()
         for team in teams:
             team.prepare(self.bucket_bytes, self.missing_grads)
@@ -255,23 +253,24 @@ class ShardedOptimizer(Optimizer):
         for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
             self._made_members(index, {**group, "params": own["params"]}, self._members, dealer)
 
-    def _settle(self) -> None:
-        """Give real state to parameters that were on meta when they came, and are not any more."""
-        late = [p for p, m in self._members.items() if m.at.device.type == "meta" and not p.is_meta]
+    def _settle(self) -> list[str]:
+        """Give real state to parameters that have left meta; returns the names of those still on it."""
+        on_meta = [param for param, member in self._members.items() if member.at.device.type == "meta"]
+        late = [param for param in on_meta if not param.is_meta]
         for param in late:
             member = self._members[param]
             member = replace(member, at=replace(member.at, device=local(param).device))
             self._members[param], self.state[param] = member, self._new_state(param, member)
         if late:
             self._teams = None
+        return [self._members[param].at.name for param in on_meta if param.is_meta]
 
     def _new_state(self, param: Tensor, member: Member) -> dict[str, Tensor]:
         algorithm = self.algorithms[member.group["algorithm"]]
         return algorithm.init_state(member.at, param, member.group, member.pieces)
 
-    def _refuse_meta(self) -> None:
-        on_meta = [m.at.name for m in self._members.values() if m.at.device.type == "meta"]
-        if on_meta:
+    def _require_real(self) -> None:
+        if on_meta := self._settle():
             raise ValueError(
                 f"param {on_meta[0]!r} is on meta, as are {len(on_meta)} of {len(self._members)}. "
                 "Materialise the model first; if that was done by to_empty, which puts new parameters in the "

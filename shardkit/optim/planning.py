@@ -112,13 +112,13 @@ class StepPlan:
 
     def sent_bytes(self, index: int) -> int:
         """Bytes that a rank sends in a step."""
-        return sum(t.nbytes for t in self._transfers() if t.source == index)
+        return sum(t.nbytes for t in self.transfers() if t.source == index)
 
     @cached_property
     def balance(self) -> Balance:
         """Bytes and operations over all ranks."""
         total, touched = 0, Counter[int]()
-        for transfer in self._transfers():
+        for transfer in self.transfers():
             total += transfer.nbytes
             touched[transfer.source] += transfer.nbytes
             touched[transfer.target] += transfer.nbytes
@@ -131,7 +131,8 @@ class StepPlan:
             max(self.loads) / mean if mean else 1.0,
         )
 
-    def _transfers(self) -> Iterator[Transfer]:
+    def transfers(self) -> Iterator[Transfer]:
+        """All that travels, both ways."""
         for assignment in self.assignments:
             yield from assignment.gathers
             yield from assignment.returns
@@ -182,15 +183,15 @@ def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing
 def fill_buckets(assignments: Sequence[Assignment], bucket_bytes: int) -> list[list[int]]:
     """Places of the assignments that travel, in buckets that let no rank send or receive more at once."""
     buckets: list[list[int]] = []
-    filled = Counter[tuple[str, int]]()
+    filled = Counter[tuple[str, str, int]]()
     for place, assignment in enumerate(assignments):
         if not assignment.gathers and not assignment.returns:
             continue
-        added = Counter[tuple[str, int]]()
+        added = Counter[tuple[str, str, int]]()
         for phase, transfers in (("gather", assignment.gathers), ("return", assignment.returns)):
             for transfer in transfers:
-                added[f"sent to {phase}", transfer.source] += transfer.nbytes
-                added[f"received to {phase}", transfer.target] += transfer.nbytes
+                added[phase, "sent", transfer.source] += transfer.nbytes
+                added[phase, "received", transfer.target] += transfer.nbytes
         if not buckets or any(filled[key] + nbytes > bucket_bytes for key, nbytes in added.items()):
             buckets.append([])
             filled.clear()

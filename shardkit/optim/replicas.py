@@ -50,10 +50,9 @@ def cost_of(plans: Sequence[StepPlan]) -> Cost:
     flops, nbytes = 0.0, 0
     for plan in plans:
         passed = Counter[tuple[str, int]]()
-        for assignment in plan.assignments:
-            for transfer in (*assignment.gathers, *assignment.returns):
-                passed["sent", transfer.source] += transfer.nbytes
-                passed["received", transfer.target] += transfer.nbytes
+        for transfer in plan.transfers():
+            passed["sent", transfer.source] += transfer.nbytes
+            passed["received", transfer.target] += transfer.nbytes
         flops += max(plan.loads)
         nbytes += max(passed.values(), default=0)
     return Cost(flops, nbytes)

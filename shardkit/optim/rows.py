@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardkit._torch import strided_shard
 from shardkit.boxes import Layout, local_boxes, local_shape
+from shardkit.optim.pieces import num_stack_dims
 from shardkit.optim.placed import Placed
 from shardkit.placement import RaggedShard, contiguous_stride
 
@@ -50,7 +51,7 @@ class Rows(NamedTuple):
 
 def row_dims(shape: Sequence[int]) -> int:
     """How many dims of `shape` count its rows."""
-    return 2 if len(shape) == 3 else 1
+    return num_stack_dims(shape) + 1
 
 
 def num_cols(shape: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from shardkit.optim.algorithm import PieceAlgorithm
 from shardkit.optim.block_algorithm import BlockAlgorithm
 from shardkit.optim.blocks import Dealer
 from shardkit.optim.muon import MuonAlgorithm
+from shardkit.optim.pieces import num_stack_dims
 from shardkit.optim.placed import planned
 from shardkit.optim.planning import Placing, StepPlan
 from shardkit.optim.replicas import Replicas
@@ -53,7 +54,7 @@ def block_for(
         raise ValueError(f"block_for: expected one of {get_args(AlgorithmName)}, got {algorithm!r}.")
     if len(shape) < 2 or algorithm == "adamw":
         return Blocks.elements()
-    num_rows = shape[1] if len(shape) == 3 else shape[0]
+    num_rows = shape[num_stack_dims(shape)]
     if algorithm == "adamw8bit":
         return Blocks(1, required=False)
     if algorithm in ("shampoo", "soap"):
@@ -81,7 +82,7 @@ def ragged_layouts(
         specs = []
         for name, shape in unit.items():
             numel, period = block_numel(wish, shape)
-            row_numel = math.prod(shape[2 if len(shape) == 3 else 1 :]) if numel > 1 else 1
+            row_numel = math.prod(shape[num_stack_dims(shape) + 1 :]) if numel > 1 else 1
             specs.append(TensorSpec(name, math.prod(shape), numel, period, row_numel, wish.required))
         plan = plan_bucket(specs, num_ranks)
         blocks_numel = plan.blocks
