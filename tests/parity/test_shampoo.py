@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardkit.optim import Shampoo, block_algorithm
 from shardkit.optim.shampoo import ShampooRule
@@ -31,15 +32,26 @@ SETTINGS: Mapping[str, object] = {
 def reference(
     values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], settings: Mapping[str, object]
 ) -> list[Tensor]:
-    """The parameters after all steps, in float64; block by block, nothing shared with the package."""
+    """The parameters after all steps, in float64."""
+    in_float64 = [[grad.double() for grad in of_step] for of_step in grads]
+    return by_blocks(train_block, [value.double() for value in values], in_float64, settings)
+
+
+def by_blocks(
+    train_block: Callable[[Tensor, Sequence[Tensor], int, Mapping[str, object]], Tensor],
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    settings: Mapping[str, object],
+) -> list[Tensor]:
+    """The parameters after all steps; block by block, nothing shared with the package."""
     finals = []
     for i, value in enumerate(values):
         number = crc32(f"{i} of group 0".encode())  # of its first block, by the name it has
-        final = value.double().clone()
+        final = value.clone()
         for row in range(0, value.shape[0], settings["block"]):
             for col in range(0, value.shape[1], settings["block"]):
                 part = (slice(row, row + settings["block"]), slice(col, col + settings["block"]))
-                of_block = [of_step[i][part].double() for of_step in grads]
+                of_block = [of_step[i][part].contiguous() for of_step in grads]
                 final[part] = train_block(final[part], of_block, number, settings)
                 number += 1
         finals.append(final)
@@ -91,10 +103,13 @@ def train_block(
 
 
 def trained(
-    values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], settings: Mapping[str, object]
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    settings: Mapping[str, object],
+    make: Callable[..., Optimizer] = Shampoo,
 ) -> list[Tensor]:
     params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = Shampoo(params, **settings)
+    optimizer = make(params, **settings)
     for of_step in grads:
         give_grads(params, of_step)
         optimizer.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from zlib import crc32
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardkit.optim import SOAP, block_algorithm
 from tests.parity.test_muon import give_grads, matrices
-from tests.parity.test_shampoo import assert_near
+from tests.parity.test_shampoo import assert_near, by_blocks
+from tests.parity.test_shampoo import trained as trained_by
 
 SHAPES = [(40, 24), (16, 16)]
 SETTINGS: Mapping[str, object] = {
@@ -22,24 +23,6 @@ SETTINGS: Mapping[str, object] = {
     "block": 16,
     "update_every": 3,
 }
-
-
-def reference(
-    values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], settings: Mapping[str, object]
-) -> list[Tensor]:
-    """The parameters after all steps; block by block, nothing shared with the package."""
-    finals = []
-    for i, value in enumerate(values):
-        number = crc32(f"{i} of group 0".encode())  # of its first block, by the name it has
-        final = value.clone()
-        for row in range(0, value.shape[0], settings["block"]):
-            for col in range(0, value.shape[1], settings["block"]):
-                part = (slice(row, row + settings["block"]), slice(col, col + settings["block"]))
-                of_block = [of_step[i][part].contiguous() for of_step in grads]
-                final[part] = train_block(final[part], of_block, number, settings)
-                number += 1
-        finals.append(final)
-    return finals
 
 
 def train_block(
@@ -77,17 +60,7 @@ def spread(seed: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     return found
 
 
-def trained(
-    values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], settings: Mapping[str, object]
-) -> list[Tensor]:
-    params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = SOAP(params, **settings)
-    for of_step in grads:
-        give_grads(params, of_step)
-        optimizer.step()
-    return [param.detach() for param in params]
-
-
+trained = partial(trained_by, make=SOAP)
 VARIANTS = [{}, {"update_every": 1}, {"betas": (0.0, 0.9)}, {"eps": 1e-2}]
 
 
@@ -96,7 +69,7 @@ def test_parameters_are_those_of_the_equations(settings: Mapping[str, object]) -
     settings, shapes = {**SETTINGS, "block": 8, **settings}, [(24, 16), (8, 40)]
     values, grads = matrices(0, shapes), [spread(step, shapes) for step in range(1, 10)]
     in_float64 = [[grad.double() for grad in of_step] for of_step in grads]
-    expected = reference([value.double() for value in values], in_float64, settings)
+    expected = by_blocks(train_block, [value.double() for value in values], in_float64, settings)
     assert_near(values, trained(values, grads, settings), expected, 1e-4)
 
 
@@ -105,7 +78,9 @@ def test_blocks_longer_than_wide_too(settings: Mapping[str, object]) -> None:
     """In float32, as rounding decides how eigenvectors lie where the first gradient has no part."""
     settings, values = {**SETTINGS, **settings}, matrices(0, SHAPES)
     grads = [matrices(step, SHAPES) for step in range(1, 10)]
-    assert_near(values, trained(values, grads, settings), reference(values, grads, settings), 1e-4)
+    assert_near(
+        values, trained(values, grads, settings), by_blocks(train_block, values, grads, settings), 1e-4
+    )
 
 
 def test_equal_blocks_in_a_batch_step_as_they_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
