@@ -23,14 +23,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from shardkit import Blocks, clip_grad_norm_, fully_shard
+from shardkit import Blocks, fully_shard
 from shardkit.checkpoint import set_optimizer_state_dict as set_full_optimizer_state_dict
 from shardkit.collectives import count_traffic
 from shardkit.optim import SOAP, AdamW, Muon, Shampoo, block_for, split_params
 from shardkit.optim.optimizer import ShardedOptimizer
 from shardkit.placement import RaggedShard
 from shardkit.ragged import distribute_tensor
-from tests.parity.test_muon import GRIDS, assert_same, elements_of, give_grads, matrices, rows_of, sharded
+from tests.parity.test_muon import (
+    GRIDS,
+    assert_same,
+    elements_of,
+    give_grads,
+    matrices,
+    rows_of,
+    sharded,
+)
+from tests.support.oracle import train_clipped
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
 SHAPES = [(48, 32), (24, 80), (33, 40), (3, 40), (64, 64), (3, 20, 24), (8, 6, 3, 3), (7,)]
@@ -411,17 +420,7 @@ def test_a_sharded_model_accumulates_clips_and_then_steps_once(
         fully_shard(model, shard_placement_fn=wish)
         optimizer = made(name, list(model.named_parameters()), block=8)
         reference = made(name, list(whole.named_parameters()), block=8)
-        for step in range(3):
-            for micro in range(2):
-                x = torch.randn(64, 16, generator=torch.Generator().manual_seed(10 * step + micro))
-                for net in (whole, model):
-                    net(x).square().mean().backward()
-            clip_grad_norm_(model.parameters(), 0.01)
-            nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
-            optimizer.step()
-            reference.step()
-            optimizer.zero_grad()
-            reference.zero_grad()
+        train_clipped(model, optimizer, whole, reference, num_steps=3, batch_shape=(64, 16))
         for got, expected in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(got.full_tensor(), expected, rtol=0, atol=2e-3)
 

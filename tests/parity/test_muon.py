@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 import shardkit.optim.engine
 import shardkit.optim.teams
-from shardkit import Blocks, clip_grad_norm_, fully_shard
+from shardkit import Blocks, fully_shard
 from shardkit.agreement import check_agreement
 from shardkit.collectives import all_to_all, count_traffic
 from shardkit.errors import PlanMismatchError
@@ -26,6 +26,7 @@ from shardkit.optim.muon import MuonAlgorithm
 from shardkit.optim.newton_schulz import TABLES, newton_schulz
 from shardkit.placement import RaggedShard
 from shardkit.ragged import distribute_tensor
+from tests.support.oracle import train_clipped
 from tests.support.ranks import errors_on_all_ranks, run_ranks
 
 SHAPES = [(48, 32), (24, 80), (33, 40), (3, 40), (64, 64)]
@@ -438,17 +439,7 @@ def test_a_sharded_model_accumulates_clips_and_then_steps_once(blocks: Blocks | 
         fully_shard(model, shard_placement_fn=lambda param: blocks)
         optimizer = Muon(model.named_parameters(), lr=0.02)
         reference = torch.optim.Muon(whole.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw")
-        for step in range(2):
-            for micro in range(2):
-                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + micro))
-                for net in (whole, model):
-                    net(x).square().mean().backward()
-            clip_grad_norm_(model.parameters(), 0.01)
-            nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
-            optimizer.step()
-            reference.step()
-            optimizer.zero_grad()
-            reference.zero_grad()
+        train_clipped(model, optimizer, whole, reference, num_steps=2, batch_shape=(4, 12))
         for got, expected in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(got.full_tensor(), expected, rtol=0, atol=1e-4)
 

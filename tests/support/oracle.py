@@ -15,7 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+
+from shardkit import clip_grad_norm_
 
 
 def oracle_grads(
@@ -103,3 +106,25 @@ def _largest(tensor: Tensor) -> float:
 
 def _told(grad: Tensor | None) -> str:
     return "None" if grad is None else "a tensor"
+
+
+def train_clipped(
+    model: nn.Module,
+    optimizer: Optimizer,
+    whole: nn.Module,
+    reference: Optimizer,
+    *,
+    num_steps: int,
+    batch_shape: tuple[int, int],
+) -> None:
+    """Train a sharded model and a whole one alike, two micro-batches a step, clipped hard."""
+    for step in range(num_steps):
+        for micro in range(2):
+            x = torch.randn(batch_shape, generator=torch.Generator().manual_seed(10 * step + micro))
+            for net in (whole, model):
+                net(x).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.01)
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
