@@ -5,8 +5,6 @@ The groups of these tests have a timeout of a few seconds.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +20,7 @@ import shardkit.checks
 from shardkit import MixedPrecisionPolicy, fully_shard
 from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
+from tests.support.deaths import die, leaving_word, word_of
 from tests.support.models import CASES, MLP, normal_batch
 from tests.support.oracle import assert_grads_equal, oracle_grads
 from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
@@ -30,10 +29,6 @@ both_layouts = pytest.mark.usefixtures("both_layouts")  # plans and shards diffe
 
 CASE = CASES["mlp"]
 SOON_S = 3.0  # a broken connection is seen at once; the rest is a slow machine's
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- a rank that dies
@@ -75,19 +70,14 @@ def test_the_others_learn_at_once_that_a_rank_died(
     def check(rank: int, world_size: int) -> None:
         model = CASE.sharded(fully_shard)
         CASE.loss(model, rank).backward()
-        start = time.monotonic()
-        try:
+        with leaving_word(tmp_path, rank):
             dies(model, rank)
-        except Exception as error:
-            told = f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}"
-            (tmp_path / f"rank-{rank}").write_text(told)
-            raise  # and leave, as a program would, so that no other rank waits for this one
 
     with pytest.raises(RankError, match="A peer died"):
         run_ranks(check, 3, timeout=60)
     for rank in (0, 2):
-        seconds, message = (tmp_path / f"rank-{rank}").read_text().split("\n", 1)
-        assert float(seconds) < SOON_S, message
+        seconds, message = word_of(tmp_path, rank)
+        assert seconds < SOON_S, message
         for words in (
             "CollectiveTimeoutError: unit '",
             f"over ranks [0, 1, 2] failed on rank {rank}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -23,6 +21,7 @@ from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
 from shardkit.optim import Muon
 from tests.parity.test_muon import Net, assert_same, give_grads, matrices, sharded
+from tests.support.deaths import die, leaving_word, word_of
 from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
 
 SHAPES = [(48, 32), (24, 80), (33, 40), (64, 64)]
@@ -46,8 +45,14 @@ def build(world_size: int, along: str = "shards", **settings: object) -> Muon:
     return optimizer
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def told_after_one_skips(optimizer: Muon, rank: int) -> str:
+    """What the others learn where all step once and rank 1 does not step again."""
+    optimizer.step()
+    if rank == 1:
+        return "skipped"
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        optimizer.step()
+    return str(caught.value)
 
 
 def dies_before_the_step(optimizer: Muon, rank: int) -> None:
@@ -76,19 +81,14 @@ def test_the_others_learn_at_once_that_a_rank_died(dies: Callable[[Muon, int], N
         optimizer = build(world_size, orthogonalize=orthogonalize, bucket_bytes=1000)
         optimizer.step()
         num_calls += len(SHAPES)
-        start = time.monotonic()
-        try:
+        with leaving_word(tmp_path, rank):
             dies(optimizer, rank)
-        except Exception as error:
-            told = f"{time.monotonic() - start:.1f}\n{type(error).__name__}: {error}"
-            (tmp_path / f"rank-{rank}").write_text(told)
-            raise  # and leave, as a program would, so that no other rank waits for this one
 
     with pytest.raises(RankError, match="A peer died"):
         run_ranks(run, 3)
     for rank in (0, 2):
-        seconds, message = (tmp_path / f"rank-{rank}").read_text().split("\n", 1)
-        assert float(seconds) < SOON_S, message
+        seconds, message = word_of(tmp_path, rank)
+        assert seconds < SOON_S, message
         assert message.startswith("CollectiveTimeoutError: optimizer step: all_to_all over ranks [0, 1, 2] ")
         assert f"failed on rank {rank}" in message and "Every rank must call step()" in message
 
@@ -96,12 +96,7 @@ def test_the_others_learn_at_once_that_a_rank_died(dies: Callable[[Muon, int], N
 def test_a_rank_that_does_not_say_which_gradients_it_has_is_waited_for() -> None:
     def run(rank: int, world_size: int) -> str:
         optimizer = build(world_size, missing_grads="agree")
-        optimizer.step()
-        if rank == 1:
-            return "skipped"
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            optimizer.step()
-        return str(caught.value)
+        return told_after_one_skips(optimizer, rank)
 
     first, _ = run_ranks(run, 2, timeout=TIMEOUT_S)
     assert first.startswith(
@@ -116,12 +111,7 @@ def test_a_rank_that_skips_a_step_is_waited_for_by_name(along: str) -> None:
 
     def run(rank: int, world_size: int) -> str:
         optimizer = build(world_size, along, replicas="shared")
-        optimizer.step()
-        if rank == 1:
-            return "skipped"
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            optimizer.step()
-        return str(caught.value)
+        return told_after_one_skips(optimizer, rank)
 
     first, *_ = run_ranks(run, world_size, timeout=TIMEOUT_S)
     assert f"optimizer step: all_to_all over ranks {list(range(world_size))} failed on rank 0" in first
