@@ -105,8 +105,6 @@ class ShampooRule:
             for side in SIDES:
                 _renew_root(state, side, group, moment)
         rooted = _is_set(state["left_root"])  # whatever the schedule was when the state was saved
-        if not bool(rooted.any()):
-            return grafted
         momentum = _momentum(state, group, moment.step)
         direction: Tensor = state["left_root"] @ momentum @ state["right_root"]
         if group["graft"] is not None:
