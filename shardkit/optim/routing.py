@@ -16,7 +16,7 @@ from torch import Tensor, nn
 AlgorithmName = Literal["muon", "shampoo", "soap", "adamw8bit", "adamw"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVOLUTION = "a convolution, taken as (out, rest)"
+_OF_MATRICES = ("muon", "shampoo", "soap")  # the algorithms that take three dims for a stack
 _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")
 
 
@@ -90,12 +90,14 @@ def split_params(
     """
     routed = route_params(model, overrides, algorithm=algorithm)
     params = dict(model.named_parameters())
+    long = {p for p in _params_of(model, *_CONVOLUTIONS) if p.ndim == 3}  # three dims, yet no stack
     groups = []
     for chosen, flatten in product(get_args(AlgorithmName), (None, True)):
         names = [
             name
             for name, route in routed.items()
-            if route.algorithm == chosen and _needs_flatten(route, params[name]) is (flatten is True)
+            if route.algorithm == chosen
+            and (params[name] in long and chosen in _OF_MATRICES) is (flatten is True)
         ]
         if names:
             reasons = [routed[name].reason for name in names]
@@ -103,11 +105,6 @@ def split_params(
             group = {"params": named, "algorithm": chosen, "reasons": reasons}
             groups.append(group if flatten is None else {**group, "flatten": True})
     return groups
-
-
-def _needs_flatten(route: Routed, param: Tensor) -> bool:
-    """Whether three dims would be taken for a stack of matrices though they are of a convolution."""
-    return route.reason == _CONVOLUTION and param.ndim == 3 and route.algorithm in ("muon", "shampoo", "soap")
 
 
 def _params_of(model: nn.Module, *kinds: type[nn.Module]) -> list[nn.Parameter]:
@@ -135,7 +132,7 @@ def _route(model: nn.Module, name: str, param: Tensor, algorithm: AlgorithmName)
     if last in _HEADS or leaf in _HEADS:
         return Routed("adamw", "an output head, by its name")
     if isinstance(module, _CONVOLUTIONS):
-        return Routed(algorithm, _CONVOLUTION)
+        return Routed(algorithm, "a convolution, taken as (out, rest)")
     if param.ndim == 2:
         return Routed(algorithm, "a matrix")
     if param.ndim == 3:

@@ -86,6 +86,8 @@ def test_a_one_dimensional_convolution_is_one_matrix() -> None:
         plan = str(kind(groups).plan())
         assert "0.weight          32 x 80" in plan, plan
         assert "1.weight           8 x 75" in plan, plan
+        chosen = split_params(model, overrides={"0": algorithm}, algorithm=algorithm)
+        assert [group.get("flatten") for group in chosen] == [None, True]
 
 
 def test_a_parameter_that_lost_its_order_of_elements_is_refused_at_the_step() -> None:
