@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -35,7 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
 )
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._random import OffsetBasedRNGTracker
@@ -51,6 +52,7 @@ __all__ = [
     "DataParallelMeshInfo",
     "FSDPMeshInfo",
     "HSDPMeshInfo",
+    "OffsetBasedRNGTracker",
     "OpOverload",
     "ReduceScatter",
     "ShardPlacementResult",
@@ -318,55 +320,10 @@ def is_replicated_module(module: nn.Module) -> bool:
 # ---------------------------------------------------------------- random numbers
 
 
-class ShardRandom(OffsetBasedRNGTracker):
-    """Random fills of DTensors whose local part is on the CPU: every shard draws numbers of its own.
-
-    torch's tracker serves accelerators only, and without one all ranks fill their shards with the same
-    numbers. As there, all ranks must have the same generator state; it moves on by one draw for each fill.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        if mesh.device_type == "cpu":
-            self._device = torch.device("cpu")
-            self._use_distribute_region = True
-        else:
-            super().__init__(mesh, run_state_sync=False)
-
-    @contextmanager
-    def _distribute_region(
-        self, spec: DTensorSpec, generator: torch.Generator | None = None
-    ) -> Iterator[None]:
-        on_device = (
-            nullcontext() if self._device.type == "cpu" else super()._distribute_region(spec, generator)
-        )
-        source = (
-            generator if generator is not None and generator.device.type == "cpu" else torch.default_generator
-        )
-        seed = int(torch.randint(2**62, (), generator=source))
-        state = torch.default_generator.get_state()
-        with on_device:
-            torch.default_generator.manual_seed((seed + 0x9E3779B97F4A7C15 * shard_index(spec)) % 2**63)
-            try:
-                yield
-            finally:
-                torch.default_generator.set_state(state)
-
-
-def shard_index(spec: DTensorSpec) -> int:
-    """The number of this rank's shard; ranks that hold copies of one shard have the same."""
-    index = 0
-    for dim, (placement, coordinate) in enumerate(
-        zip(spec.placements, spec.mesh.get_coordinate() or (), strict=False)
-    ):
-        if not isinstance(placement, (Replicate, Partial)):
-            index = index * spec.mesh.size(dim) + coordinate
-    return index
-
-
-def serve_cpu_shards(mesh: DeviceMesh) -> None:
-    """Let DTensor fill CPU shards with `ShardRandom`; torch has no call to choose a tracker."""
+def fill_shards_with(make_tracker: Callable[[], OffsetBasedRNGTracker]) -> None:
+    """Let DTensor draw random fills as a tracker says, unless it has one; torch has no call to choose it."""
     if dtensor_random._rng_tracker is None:
-        dtensor_random._rng_tracker = ShardRandom(mesh)
+        dtensor_random._rng_tracker = make_tracker()
 
 
 # ---------------------------------------------------------------- autograd
@@ -456,9 +413,14 @@ def reduce_scatter_single(
     output: Tensor, input_: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
     """reduce_scatter of one tensor; as for `all_gather_single`."""
+    group._reduce_scatter_base(output, input_, _reduce_options(op)).wait()
+
+
+@cache
+def _reduce_options(op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]
-    group._reduce_scatter_base(output, input_, options).wait()
+    return options
 
 
 # ---------------------------------------------------------------- torch's fully_shard

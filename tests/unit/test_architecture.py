@@ -20,7 +20,7 @@ import shardkit
 # A file imports from lines above its own, or from names before it on its line. SIBLINGS come last and do not
 # import one another, though a package its own files. A new file is added here, at its place in the flow.
 DATA_FLOW = """
-    errors _torch containers
+    errors _torch containers shard_random
     placement boxes precision schedule mesh
     packing plan
     layout buffer
