@@ -4,9 +4,10 @@ Level 6 of the data flow. Ranks that disagree would send rows of one parameter i
 wait for each other for ever. The question goes over the rendezvous store and not over the group: a store has
 a timeout of its own and can say who has not answered.
 
-    every rank          sets    its digest and one short hash a parameter
-    the group's first   reads   all, and sets the verdict: agreed, who is missing, or where the first
-    difference is every rank          reads   the verdict, and raises the same error
+    every rank          sets    its digest
+    the group's first   reads   all, and sets the verdict: agreed, who is missing, or who differs
+    who differs         sets    one short hash a parameter; the first says where the first difference is
+    every rank          reads   the verdict, and raises the same error
 """
 
 from __future__ import annotations
@@ -46,25 +47,33 @@ def check_agreement(
     question = f"shardkit/{group.group_name}/{_num_questions[group.group_name]}"
     _num_questions[group.group_name] += 1
     store, rank = default_store(), dist.get_rank()
-    hashes = [digest([line])[:8] for line in lines]
-    store.set(f"{question}/{rank}", json.dumps([digest(lines), hashes]))
+    store.set(f"{question}/{rank}", digest(lines))
     if rank == ranks[0]:
         store.set(f"{question}/verdict", json.dumps(_judge(store, question, ranks, timeout)))
-    try:
-        store.wait([f"{question}/verdict"], 2 * timeout)
-    except RuntimeError as error:
-        raise PlanMismatchError(
-            f"{what}: rank {ranks[0]} did not compare the plans of ranks {ranks} within {2 * timeout}. It "
-            "died or did not run this model; every rank must run the same units."
-        ) from error
-    verdict = json.loads(store.get(f"{question}/verdict"))
+
+    def answer(key: str) -> Any:
+        try:
+            store.wait([f"{question}/{key}"], 2 * timeout)
+        except RuntimeError as error:
+            raise PlanMismatchError(
+                f"{what}: rank {ranks[0]} did not compare the plans of ranks {ranks} within {2 * timeout}. "
+                "It died or did not run this model; every rank must run the same units."
+            ) from error
+        return json.loads(store.get(f"{question}/{key}"))
+
+    verdict = answer("verdict")
     if verdict["missing"]:
         raise PlanMismatchError(
             f"{what}: ranks {verdict['missing']} of {ranks} did not bring a plan within {timeout}. They died "
             "or did not run this model; every rank must run the same units."
         )
     if verdict["other"] is not None:
-        index = verdict["index"]
+        hashes = [digest([line])[:8] for line in lines]
+        if rank == verdict["other"]:
+            store.set(f"{question}/hashes", json.dumps(hashes))
+        if rank == ranks[0]:
+            store.set(f"{question}/index", json.dumps(_first_difference(hashes, answer("hashes"))))
+        index = answer("index")
         mine = lines[index] if index < len(lines) else "nothing more"
         raise PlanMismatchError(
             f"{what}: rank {verdict['other']} planned other shards than rank {ranks[0]}. First difference, "
@@ -92,22 +101,20 @@ def exchange_texts(text: str, route: Route, device: torch.device, label: str) ->
 
 
 def _judge(store: Store, question: str, ranks: list[int], timeout: timedelta) -> dict[str, object]:
-    """{missing: ranks, other: a rank that differs from the first or None, index: of the first difference}."""
+    """{missing: ranks, other: a rank that differs from the first, or None}."""
     missing: list[int] = []
-    answers: dict[int, list[Any]] = {}
+    digests: dict[int, bytes] = {}
     for rank in ranks:
         key = f"{question}/{rank}"
         try:
             store.wait([key], timeout if not missing else timedelta(milliseconds=10))
-            answers[rank] = json.loads(store.get(key))
+            digests[rank] = store.get(key)
         except RuntimeError:
             missing.append(rank)
-    first = answers[ranks[0]]
-    other = next((rank for rank, answer in answers.items() if answer[0] != first[0]), None)
-    index = 0
-    if other is not None:
-        pairs = zip(first[1], answers[other][1], strict=False)
-        index = next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(first[1]), len(answers[other][1]))
-        )
-    return {"missing": missing, "other": other, "index": index}
+    other = next((rank for rank, found in digests.items() if found != digests[ranks[0]]), None)
+    return {"missing": missing, "other": other}
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> int:
+    pairs = zip(mine, theirs, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(theirs)))
