@@ -84,7 +84,7 @@ def schedule_of(plan: StepPlan, index: int, active: Sequence[int], bucket_bytes:
 
 
 def _bucket(plan: StepPlan, index: int, places: Sequence[int]) -> Bucket:
-    assignments = {place: plan.assignments[place] for place in places}
+    assignments = {place: a for place in places if (a := plan.assignments[place]).concerns(index)}
     gathers = [(place, t) for place, a in assignments.items() for t in a.gathers]
     returns = [(place, t) for place, a in assignments.items() for t in a.returns]
     workplaces = tuple(place for place, a in assignments.items() if index in a.workers)

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardkit._torch import cuts_dim
 from shardkit.boxes import Box, Layout, local_boxes, sharded_shape
+from shardkit.layout import digest
 from shardkit.placement import RaggedShard, contiguous_stride
 
 
@@ -73,13 +74,40 @@ class Share(NamedTuple):
         return sum(math.prod(box.size) for box in self.boxes)
 
 
+class Shares(tuple[Share, ...]):
+    """Who holds what of a region, in rank order.
+
+    Matrices of layers that are cut alike have one such object in common, so what is worked out here is worked
+    out once a model, not once a layer: a block of Shampoo may lie on hundreds of ranks.
+    """
+
+    @cached_property
+    def numel_of(self) -> dict[int, int]:
+        """Elements held, by holder."""
+        return {share.holder: share.numel for share in self}
+
+    @cached_property
+    def copies(self) -> tuple[tuple[Share, ...], ...]:
+        """The shares, those that are copies of one another together."""
+        alike: dict[tuple[object, ...], list[Share]] = {}
+        for share in self:
+            alike.setdefault(tuple((box.offset, box.size) for box in share.boxes), []).append(share)
+        return tuple(map(tuple, alike.values()))
+
+    @cached_property
+    def text(self) -> str:
+        """All that ranks must agree on; of many shares a digest."""
+        text = str([(share.holder, [box[:2] for box in share.boxes]) for share in self])
+        return text if len(self) <= 16 else f"{len(self)} shares, {digest([text])[:16]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One tensor of a piece: where it lies, and in which dtype it travels."""
 
     region: Region
     dtype: torch.dtype
-    shares: tuple[Share, ...]
+    shares: Shares
 
 
 class Home(NamedTuple):
@@ -180,7 +208,8 @@ def coordinates_on(layout: Layout, axes: Sequence[int], me: tuple[int, ...]) -> 
     return tuple(product(*ranges))
 
 
-def shares_of(layout: Layout, region: Region, axes: Sequence[int], me: tuple[int, ...]) -> tuple[Share, ...]:
+@lru_cache(maxsize=8192)
+def shares_of(layout: Layout, region: Region, axes: tuple[int, ...], me: tuple[int, ...]) -> Shares:
     """Who holds what of `region`, by index in `coordinates_on(layout, axes, me)`; empty shares left out."""
     coordinates, wanted = coordinates_on(layout, axes, me), region.box()
     shares = []
@@ -189,7 +218,7 @@ def shares_of(layout: Layout, region: Region, axes: Sequence[int], me: tuple[int
         boxes = tuple(box for box in found if box is not None)
         if boxes:
             shares.append(Share(index, boxes))
-    return tuple(shares)
+    return Shares(shares)
 
 
 def num_stack_dims(shape: Sequence[int], flatten: bool | None = None) -> int:

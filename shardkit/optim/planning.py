@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from typing import Literal, NamedTuple
 
 from shardkit.boxes import Box
@@ -47,30 +48,95 @@ class Transfer(NamedTuple):
     nbytes: int
 
 
+class Traffic(NamedTuple):
+    """Bytes by rank index that a piece makes ranks send and receive, one way and back."""
+
+    gather_sent: Mapping[int, int]
+    gather_received: Mapping[int, int]
+    return_sent: Mapping[int, int]
+    return_received: Mapping[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who works on a piece, and what travels: to the workers, and back to the other holders."""
+    """Who works on a piece, of so many ranks.
+
+    What travels follows from it: to the workers what they lack, of copies from those in their replica, and
+    back to all other holders. It is worked out when it is asked for, as a rank is seldom concerned: the
+    transfers of a large model over 1,024 ranks would be millions.
+    """
 
     piece: Piece
     mode: Mode
     workers: tuple[int, ...]
-    gathers: tuple[Transfer, ...]
-    returns: tuple[Transfer, ...]
+    num_ranks: int
+
+    @property
+    def gathers(self) -> Iterator[Transfer]:
+        """To the workers."""
+        for number, field in enumerate(self.piece.fields):
+            for copies in field.shares.copies:
+                holders = [share.holder for share in copies]
+                nbytes = copies[0].numel * field.dtype.itemsize
+                for worker in self.workers:
+                    if worker not in holders:
+                        share = self._nearest(copies, worker)
+                        yield Transfer(share.holder, worker, number, share.boxes, nbytes)
+
+    @property
+    def returns(self) -> Iterator[Transfer]:
+        """To the holders that are no workers."""
+        for number, field in enumerate(self.piece.fields):
+            for share in field.shares:
+                if share.holder not in self.workers:
+                    nbytes = share.numel * field.dtype.itemsize
+                    yield Transfer(self.workers[0], share.holder, number, share.boxes, nbytes)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes of both."""
+        if len(self.workers) == 1 and all(len(f.shares.copies) == len(f.shares) for f in self.piece.fields):
+            return self._traffic_of_owner()
+        ways: list[dict[int, int]] = []
+        for transfers in (self.gathers, self.returns):
+            sent, received = Counter[int](), Counter[int]()
+            for transfer in transfers:
+                sent[transfer.source] += transfer.nbytes
+                received[transfer.target] += transfer.nbytes
+            ways += [sent, received]
+        return Traffic(*ways)
 
     @property
     def nbytes(self) -> int:
         """Bytes that travel, both ways."""
-        return sum(t.nbytes for t in (*self.gathers, *self.returns))
+        return sum(self.traffic.gather_sent.values()) + sum(self.traffic.return_sent.values())
 
     @property
     def line(self) -> str:
         """All that the ranks must agree on."""
-        shares = [(s.holder, [b[:2] for b in s.boxes]) for f in self.piece.fields for s in f.shares]
-        dtypes = [str(field.dtype) for field in self.piece.fields]
-        piece = self.piece
+        piece, fields = self.piece, self.piece.fields
+        dtypes, shares = [str(field.dtype) for field in fields], [field.shares.text for field in fields]
         return (
             f"param {piece.name!r} ({piece.rows}, {piece.cols}) {self.mode} {self.workers} {dtypes} {shares}"
         )
+
+    def concerns(self, index: int) -> bool:
+        """Whether a rank works on the piece or holds part of it."""
+        return index in self.workers or any(index in field.shares.numel_of for field in self.piece.fields)
+
+    def _nearest(self, copies: Sequence[Share], worker: int) -> Share:
+        return copies[worker * len(copies) // self.num_ranks]  # replicas are the outer mesh axis
+
+    def _traffic_of_owner(self) -> Traffic:
+        """What one worker lacks comes from the others, and goes back to them."""
+        (worker,) = self.workers
+        passed = Counter[int]()
+        for field in self.piece.fields:
+            itemsize = field.dtype.itemsize
+            passed.update({holder: numel * itemsize for holder, numel in field.shares.numel_of.items()})
+        passed.pop(worker, None)
+        total = {worker: passed.total()} if passed else {}
+        return Traffic(passed, total, total, passed)
 
 
 class Balance(NamedTuple):
@@ -110,32 +176,40 @@ class StepPlan:
                 loads[worker] += assignment.piece.flops
         return tuple(loads)
 
-    def sent_bytes(self, index: int) -> int:
-        """Bytes that a rank sends in a step."""
-        return sum(t.nbytes for t in self.transfers() if t.source == index)
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each rank sends in a step."""
+        return self._passed[0]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """Bytes that each rank receives in a step."""
+        return self._passed[1]
 
     @cached_property
     def balance(self) -> Balance:
         """Bytes and operations over all ranks."""
-        total, touched = 0, Counter[int]()
-        for transfer in self.transfers():
-            total += transfer.nbytes
-            touched[transfer.source] += transfer.nbytes
-            touched[transfer.target] += transfer.nbytes
         mean = sum(self.loads) / self.num_ranks
         return Balance(
             self.num_ranks,
-            total / self.num_ranks,
-            max(touched.values(), default=0),
+            sum(self.sent) / self.num_ranks,
+            max(map(add, self.sent, self.received)),
             sum(self.loads),
             max(self.loads) / mean if mean else 1.0,
         )
 
-    def transfers(self) -> Iterator[Transfer]:
-        """All that travels, both ways."""
+    @cached_property
+    def _passed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sent, received = [0] * self.num_ranks, [0] * self.num_ranks
         for assignment in self.assignments:
-            yield from assignment.gathers
-            yield from assignment.returns
+            traffic = assignment.traffic
+            for of_way in (traffic.gather_sent, traffic.return_sent):
+                for index, nbytes in of_way.items():
+                    sent[index] += nbytes
+            for of_way in (traffic.gather_received, traffic.return_received):
+                for index, nbytes in of_way.items():
+                    received[index] += nbytes
+        return tuple(sent), tuple(received)
 
     def __str__(self) -> str:
         names = [assignment.piece.name for assignment in self.assignments]
@@ -174,28 +248,31 @@ def plan_step(pieces: Sequence[Piece], num_ranks: int, placing: Sequence[Placing
     for piece, mode, owner in zip(pieces, modes, owners, strict=True):
         holders = tuple(share.holder for share in piece.fields[0].shares)
         workers = holders if mode == "replicate" else (owner,)
-        gathers, returns = _transfers_of(piece, workers, num_ranks)
-        moved = "owner" if mode == "local" and gathers else mode
-        assignments.append(Assignment(piece, moved, workers, gathers, returns))
+        assignment = Assignment(piece, mode, workers, num_ranks)
+        if mode == "local" and any(assignment.gathers):  # of its state
+            assignment = replace(assignment, mode="owner")
+        assignments.append(assignment)
     return StepPlan(tuple(assignments), num_ranks)
 
 
 def fill_buckets(assignments: Sequence[Assignment], bucket_bytes: int) -> list[list[int]]:
     """Places of the assignments that travel, in buckets that let no rank send or receive more at once."""
     buckets: list[list[int]] = []
-    filled = Counter[tuple[str, str, int]]()
+    filled = [Counter[int]() for _ in Traffic._fields]
     for place, assignment in enumerate(assignments):
-        if not assignment.gathers and not assignment.returns:
+        traffic = assignment.traffic
+        if not any(traffic):
             continue
-        added = Counter[tuple[str, str, int]]()
-        for phase, transfers in (("gather", assignment.gathers), ("return", assignment.returns)):
-            for transfer in transfers:
-                added[phase, "sent", transfer.source] += transfer.nbytes
-                added[phase, "received", transfer.target] += transfer.nbytes
-        if not buckets or any(filled[key] + nbytes > bucket_bytes for key, nbytes in added.items()):
+        if not buckets or any(
+            already[index] + nbytes > bucket_bytes
+            for already, added in zip(filled, traffic, strict=True)
+            for index, nbytes in added.items()
+        ):
             buckets.append([])
-            filled.clear()
-        filled += added
+            for already in filled:
+                already.clear()
+        for already, added in zip(filled, traffic, strict=True):
+            already.update(added)
         buckets[-1].append(place)
     return buckets
 
@@ -239,7 +316,7 @@ def _owners(pieces: Sequence[Piece], modes: Sequence[Mode], num_ranks: int) -> l
     heapq.heapify(least)
     for place in sorted(single, key=lambda place: (-pieces[place].flops, place)):
         piece = pieces[place]
-        held = {share.holder: share.numel for share in piece.fields[0].shares}
+        held = piece.fields[0].shares.numel_of
         fitting = [index for index in held if loads[index] + piece.flops <= SLACK * bound]
         if fitting:
             owner = max(fitting, key=lambda index: (held[index], -loads[index], -index))
@@ -256,33 +333,6 @@ def _least_loaded(least: list[tuple[float, int]], loads: Sequence[float]) -> int
     while least[0][0] != loads[least[0][1]]:
         heapq.heappop(least)
     return least[0][1]
-
-
-def _transfers_of(
-    piece: Piece, workers: tuple[int, ...], num_ranks: int
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """To the workers what they lack, of copies from those in their replica, and back to all other holders."""
-    gathers, returns = [], []
-    for number, field in enumerate(piece.fields):
-        for copies in _copies(field.shares):
-            nbytes = copies[0].numel * field.dtype.itemsize
-            holders = {share.holder for share in copies}
-            for worker in workers:
-                if worker not in holders:
-                    share = copies[worker * len(copies) // num_ranks]  # replicas are the outer mesh axis
-                    gathers.append(Transfer(share.holder, worker, number, share.boxes, nbytes))
-            for share in copies:
-                if share.holder not in workers:
-                    returns.append(Transfer(workers[0], share.holder, number, share.boxes, nbytes))
-    return tuple(gathers), tuple(returns)
-
-
-def _copies(shares: Sequence[Share]) -> list[list[Share]]:
-    """The shares, those that are copies of one another together."""
-    alike: dict[tuple[object, ...], list[Share]] = {}
-    for share in shares:
-        alike.setdefault(tuple((box.offset, box.size) for box in share.boxes), []).append(share)
-    return list(alike.values())
 
 
 def size_text(nbytes: float) -> str:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
-from shardkit.optim.pieces import Piece, Share
+from shardkit.optim.pieces import Piece, Share, Shares
 from shardkit.optim.planning import StepPlan, size_text
 
 Replicas = Literal["auto", "redundant", "shared"]
@@ -49,12 +49,8 @@ def cost_of(plans: Sequence[StepPlan]) -> Cost:
     """The busiest rank of each of some plans that follow one another."""
     flops, nbytes = 0.0, 0
     for plan in plans:
-        passed = Counter[tuple[str, int]]()
-        for transfer in plan.transfers():
-            passed["sent", transfer.source] += transfer.nbytes
-            passed["received", transfer.target] += transfer.nbytes
         flops += max(plan.loads)
-        nbytes += max(passed.values(), default=0)
+        nbytes += max(*plan.sent, *plan.received)
     return Cost(flops, nbytes)
 
 
@@ -71,18 +67,13 @@ def shared_piece(piece: Piece, copies: Copies) -> Piece:
     Args:
         copies: over the ranks that share.
     """
-    fields = tuple(
-        replace(
-            field,
-            shares=tuple(
-                sorted(
-                    Share(holder, share.boxes) for share in field.shares for holder in copies[share.holder]
-                )
-            ),
-        )
-        for field in piece.fields
-    )
+    fields = tuple(replace(field, shares=_shared(field.shares, copies)) for field in piece.fields)
     return replace(piece, fields=fields)
+
+
+@lru_cache(maxsize=1024)
+def _shared(shares: Shares, copies: Copies) -> Shares:
+    return Shares(sorted(Share(holder, share.boxes) for share in shares for holder in copies[share.holder]))
 
 
 @lru_cache(maxsize=1024)

@@ -209,7 +209,7 @@ def test_what_travels_is_what_the_plan_says(world_size: int) -> None:
         optimizer.step()
         with count_traffic() as traffic:
             optimizer.step()
-        planned = sum(step.sent_bytes(rank) for step in optimizer.plan().steps if step.num_ranks > 1)
+        planned = sum(step.sent[rank] for step in optimizer.plan().steps if step.num_ranks > 1)
         assert dict(traffic.sent_bytes) == {"all_to_all": planned}
 
     run_ranks(run, world_size)

@@ -99,7 +99,7 @@ def test_shared_work_is_done_once_and_sends_what_the_plan_says() -> None:
             optimizer.step()
         (plan,) = optimizer.plan().steps
         assert "replicas share, 4 ranks" in str(optimizer.plan())
-        assert dict(traffic.sent_bytes) == {"all_to_all": plan.sent_bytes(rank)}
+        assert dict(traffic.sent_bytes) == {"all_to_all": plan.sent[rank]}
         return len(orthogonalized), list(plan.loads)
 
     results = run_ranks(run, 4)
