@@ -10,7 +10,7 @@ from shardkit.boxes import Layout
 from shardkit.optim import Muon, block_for, muon_plan, ragged_layouts
 from shardkit.optim.messages import schedule_of
 from shardkit.optim.pieces import Region, matrices_of, row_layout, shares_of
-from shardkit.optim.planning import fill_buckets
+from shardkit.optim.planning import Placing, fill_buckets
 from shardkit.placement import Blocks, RaggedShard
 
 LLAMA = [
@@ -141,6 +141,46 @@ def test_what_the_plan_says_is_sent_is_what_the_messages_hold() -> None:
         buckets = schedule_of(plan, index, [0, 1], 1 << 20).traveling
         sent = sum(m.nbytes for b in buckets for m in (*b.gather_sends, *b.return_sends))
         assert sent == plan.sent[index]
+
+
+@pytest.mark.parametrize("placement", ["owner", "replicate", "auto"])
+def test_bytes_are_those_of_the_transfers(placement: Placing) -> None:
+    layouts = {
+        "w": ragged((64, 64), (32, 16, 16)),
+        "v": ragged((30, 7), (0, 1, 29)),
+        "u": ragged((4, 3), (4, 0, 0)),
+    }
+    copies = {str(i): Layout((64, 64), (4,), (Replicate(),)) for i in range(3)}
+    plans = [muon_plan(layouts, placement=placement, row_norm_beta2=0.95)]
+    plans.append(muon_plan(copies, placement=placement, replicas="shared"))
+    for plan in plans:
+        for assignment in plan.assignments:
+            for transfers, sent, received in (
+                (
+                    list(assignment.gathers),
+                    assignment.traffic.gather_sent,
+                    assignment.traffic.gather_received,
+                ),
+                (
+                    list(assignment.returns),
+                    assignment.traffic.return_sent,
+                    assignment.traffic.return_received,
+                ),
+            ):
+                for index in range(plan.num_ranks):
+                    assert sent.get(index, 0) == sum(t.nbytes for t in transfers if t.source == index)
+                    assert received.get(index, 0) == sum(t.nbytes for t in transfers if t.target == index)
+                assert {t.source for t in transfers} | {t.target for t in transfers} <= {
+                    index for index in range(plan.num_ranks) if assignment.concerns(index)
+                }
+
+
+def test_layers_that_are_cut_alike_have_their_shares_in_common() -> None:
+    """Or a plan for 1,024 ranks would take gigabytes in each of them."""
+    layouts = ragged_layouts([{f"{i}.w": (512, 64)} for i in range(3)], 64, Blocks())
+    first, *others = [a.piece.fields[0].shares for a in muon_plan(layouts).assignments]
+    assert len(first) == 64
+    assert all(shares is first for shares in others)
 
 
 def test_matrices_of_stacks_convolutions_heads_and_fused_rows() -> None:
