@@ -26,13 +26,14 @@ from shardkit._torch import (
     child_dict,
     has_grad_hooks,
     in_backward,
+    outside_transforms,
     param_dict,
 )
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import ForwardOrder, grads_to_sweep
+from shardkit.schedule import Event, ForwardOrder, Tape, grads_to_sweep
 from shardkit.sharded_param import GradHook, Held
 from shardkit.streams import Streams
 
@@ -225,6 +226,8 @@ class Tree:
         self.root: Unit = root
         self.units: list[Unit] = [root]
         self.order = ForwardOrder()
+        self.tape = Tape()  # of the running forward
+        self._undone: list[Tape] = []  # which the running backward has come to
         self.streams = Streams(root.policy.device)
         self.reductions = ReductionQueue()
         self.ignored: set[int] = set()  # ids of parameters that no unit manages, as the user asked
@@ -275,8 +278,36 @@ class Tree:
                 unit.is_settled = False
             call_after_backward(self.end_backward)
 
+    def visit(self, tape: Tape, event: Event) -> None:
+        """Backward comes to what forward did: take part first in what it passes over, as other ranks may not.
+
+        Collective over the mesh, for units whose unused parameters count as zero.
+        """
+        if tape not in self._undone:
+            self._undone.append(tape)
+        self._undo(tape.visit(event))
+
+    def begin_backward_of(self, unit: Unit) -> None:
+        """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis."""
+        if unit.in_backward:
+            return
+        unit.in_backward, unit.is_settled = True, False
+        following = self.order.prefetch_for(self.index(unit))
+        with outside_transforms():
+            if unit.settings.unshard_in_backward:
+                unit.unshard()
+                unit.wait_for_unshard()
+            if unit.settings.backward_prefetch:
+                for other in unit.settings.backward_prefetch:
+                    other.unshard()
+            elif following is not None and self.units[following].settings.unshard_in_backward:
+                self.units[following].unshard()
+
     def end_backward(self) -> None:
         """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
+        for tape in self._undone:
+            self._undo(tape.finish())
+        self._undone.clear()
         self.awaits_callback = False
         self.forward_root = None
         for unit in reversed(self.units):
@@ -299,10 +330,20 @@ class Tree:
             self.reductions.drop_all()
         self.reductions.finish_all()
         self.order.clear()
+        self._undone.clear()
         self.forward_root = None
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
+
+    def _undo(self, events: Sequence[Event]) -> None:
+        for event in events:
+            unit = self.units[event.unit]
+            if event.is_end:
+                self.begin_backward_of(unit)
+            else:
+                with outside_transforms():
+                    unit.post_backward(keep=self.keeps_gathered)
 
 
 def watch_grads(unit: Unit) -> None:
