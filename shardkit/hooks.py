@@ -192,6 +192,8 @@ def _complete_forward(unit: Unit) -> None:
     """All modules of the unit have run: free it or keep it, and let backward know that it was here."""
     setting = unit.settings.reshard_after_forward
     with_grad = unit.expects_backward
+    if unit.tree.halves_backward and unit.is_lent:
+        setting = False
     if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
         unit.reshard_after_forward()
     elif with_grad:

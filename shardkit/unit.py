@@ -13,6 +13,7 @@ over.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Unit:
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
         self.expects_backward = False  # an output of this forward requires a gradient
         self.is_pinned = False  # the user called unshard(), or wants it kept after backward
+        self.is_lent = False  # the user called unshard(), and not reshard() since, whatever hooks did
         self.in_backward = False  # between pre_backward and post_backward
         self.is_settled = True  # the running backward has left nothing to take, reshard or reduce
         self.tree = Tree(self)
@@ -233,6 +235,7 @@ class Tree:
         self.ignored: set[int] = set()  # ids of parameters that no unit manages, as the user asked
         self.forward_root: Unit | None = None  # whose forward the running iteration is
         self.is_last_backward = True
+        self.halves_backward = False  # a pipeline schedule asks for gradients of inputs and of weights apart
         self.awaits_callback = False  # autograd will call us when the running backward is over
         self.keeps_gathered = False  # the running backward builds a graph that needs the parameters
         self.post_optim_event: torch.Event | None = None
@@ -344,6 +347,29 @@ class Tree:
             else:
                 with outside_transforms():
                     unit.post_backward(keep=self.keeps_gathered)
+
+
+def gather_for_half_backward(units: Sequence[Unit]) -> None:
+    """Gather what a schedule needs between the halves of its backwards, and keep it until it is resharded.
+
+    Collective over the shard axis.
+    """
+    resharded = [unit for unit in units if not all(bucket.is_unsharded for bucket in unit.buckets)]
+    for unit in resharded:
+        unit.unshard()
+    for unit in resharded:
+        unit.wait_for_unshard()
+        unit.is_pinned = True
+    trees = dict.fromkeys(unit.tree for unit in resharded)
+    for tree in trees:
+        if not tree.halves_backward:
+            tree.halves_backward = True
+            warnings.warn(
+                f"unit {resharded[0].name!r}: the pipeline schedule computes gradients of inputs and of "
+                "weights apart, so the stage's units stay gathered from their first forward to the last "
+                "gradients of weights. Pass reshard_after_forward=False to fully_shard to say so.",
+                stacklevel=3,
+            )
 
 
 def watch_grads(unit: Unit) -> None:
