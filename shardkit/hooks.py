@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import in_backward, is_transformed, outside_transforms, without_dynamo
+from shardkit._torch import (
+    base_made_since,
+    in_backward,
+    is_transformed,
+    outside_transforms,
+    sequence_number,
+    without_dynamo,
+)
 from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
@@ -62,6 +69,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         args, kwargs = _begin_iteration(unit, args, kwargs)
         unit.modules_to_run = set(unit.modules)
         unit.expects_backward = False
+        unit.first_node = sequence_number()
     unit.depth += 1
     precision = unit.policy.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
@@ -258,6 +266,8 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
     for tensor in find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(hook)
+            if (base := base_made_since(unit.first_node, tensor)) is not None:
+                base.register_hook(hook)  # the view's own hook is lost when the user writes to it
             unit.expects_backward = True
     for value in unit.kept_tensors():
         if value not in _hooked:

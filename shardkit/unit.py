@@ -78,6 +78,7 @@ class Unit:
         self._is_checked = False  # that every parameter is where a gather can read it
         self._watched: list[tuple[dict[str, object], int, list[str]]] = []
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
+        self.first_node = 0  # what this forward computes has nodes of this number and above
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
         self.expects_backward = False  # an output of this forward requires a gradient
         self.is_pinned = False  # the user called unshard(), or wants it kept after backward
