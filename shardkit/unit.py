@@ -318,6 +318,8 @@ class Tree:
             unit.modules_to_run.clear()
             if not unit.is_settled:
                 unit.post_backward(keep=self.keeps_gathered)
+            elif not self.keeps_gathered and not unit.is_pinned and unit.settings.reshard_after_backward:
+                unit.reshard()  # it may have been recomputed, for others, when its own backward was over
         if self.is_last_backward or not self.streams.runs_ahead:  # else .grad would be set a backward late
             self.reductions.finish_all()
         if not self.is_last_backward:
