@@ -143,14 +143,16 @@ def roles_of_mesh_info(info: DataParallelMeshInfo) -> MeshRoles:
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 
-# new_dtensor(cls, local, spec, requires_grad=False). Calling `cls(...)` also runs an `__init__` that dynamo
-# wraps, which takes twice the time.
+# new_dtensor(cls, local, spec, requires_grad=False); `cls(...)` takes twice the time, as dynamo wraps it.
 new_dtensor: Callable[..., DTensor] = torch.Tensor._dtensor__new__
 
 
-def replace_parts(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Give a DTensor another local tensor; torch's `tensor.data = ...` changes the outer shell alone."""
-    tensor._local_tensor, tensor._spec = local, spec
+def replace_parts(tensor: Tensor, local: Tensor, spec: DTensorSpec) -> None:
+    """Give a DTensor another local tensor, keeping the object that optimizers and users hold.
+
+    torch's `tensor.data = ...` changes the outer shell alone.
+    """
+    tensor._local_tensor, tensor._spec = local, spec  # type: ignore[attr-defined]
 
 
 def make_spec(
@@ -220,11 +222,6 @@ def unflatten_dtensor(inner: object, flatten_spec: object, size: object, stride:
     return rebuild(inner, flatten_spec, size, stride)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Let a DTensor live in other bytes, keeping the object that optimizers and users hold."""
-    tensor._local_tensor = local  # type: ignore[attr-defined]
-
-
 def wait_async(tensor: Tensor) -> Tensor:
     """A gradient that tensor parallelism is still communicating, once it has arrived."""
     return tensor.wait() if isinstance(tensor, functional.AsyncCollectiveTensor) else tensor
@@ -256,8 +253,7 @@ def keep_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
 
 def join_flat(tensors: Sequence[Tensor]) -> Tensor:
     """A 1-D copy of all tensors, one after another: one call, where torch.cat wants a view of each first."""
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
-    return flat
+    return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
 def split_flat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -334,6 +330,15 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the next node on this thread
+
+
+def base_made_since(number: int, tensor: Tensor) -> Tensor | None:
+    """What `tensor` is a view of, if the graph made it since: writes to the view move the graph there."""
+    node = None if tensor._base is None else tensor._base.grad_fn
+    return None if node is None or node._sequence_nr() < number else tensor._base
+
+
 def is_transformed() -> bool:
     """Whether torch.func transforms what is running."""
     return torch._C._are_functorch_transforms_active()
@@ -387,8 +392,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def new_group_of(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
     """A group of these ranks with the default group's timeout; torch would give it half an hour.
 
-    Collective over `ranks` alone: no other rank need call. None where the default group was bound to its
-    device: torch would split that, which all of its ranks have to join, and it is open already.
+    Collective over `ranks` alone. None where the default group was bound to its device: torch would split
+    that, which all of its ranks have to join, and it is open already.
     """
     assert dist.group.WORLD is not None
     if dist.group.WORLD.bound_device_id is not None:
@@ -427,8 +432,7 @@ def _reduce_options(op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
 
 
 def attach_state(module: nn.Module, state: State) -> None:
-    """Put `state` where torch's `fully_shard.state(module)` looks; its pipelining finds a sharded stage only
-    there.
+    """Put `state` where torch's `fully_shard.state(module)`, and so its pipelining, looks.
 
     The key is torch's undecorated function, which lives in the closure of `fully_shard.state`.
     """
@@ -452,9 +456,8 @@ _STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["fun
 
 def process_group_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:
     """torch's own comms over the group's allocator; it publishes the interface, not these."""
-    return fsdp_collectives.ProcessGroupAllocAllGather(
-        group
-    ), fsdp_collectives.ProcessGroupAllocReduceScatter(group)
+    gather = fsdp_collectives.ProcessGroupAllocAllGather(group)
+    return gather, fsdp_collectives.ProcessGroupAllocReduceScatter(group)
 
 
 def symmetric_memory_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter | None]:

@@ -1,6 +1,7 @@
 """What is checked when an iteration begins: all parameters managed, all ranks agreed, all replicas equal.
 
-Level 12 of the data flow. The first costs a look at every module a forward, the others are asked once.
+Level 12 of the data flow. The first costs a look at every module a forward; the others are asked once, and
+again when other parameters are trained.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardkit.sharded_param import ShardedParam
 from shardkit.unit import Tree, Unit
 
 _checked: weakref.WeakKeyDictionary[Tree, list[int]] = weakref.WeakKeyDictionary()
-_agreed: weakref.WeakSet[Tree] = weakref.WeakSet()
+_agreed: weakref.WeakKeyDictionary[Tree, set[tuple[bool, ...]]] = weakref.WeakKeyDictionary()  # what trains
 
 
 def check_all_managed(tree: Tree) -> None:
@@ -57,16 +58,25 @@ def check_all_managed(tree: Tree) -> None:
 def check_ranks_agree(tree: Tree) -> None:
     """Once, compare plans, and the replicas' weights, over every group that will communicate.
 
+    Once more, compare what is trained, for every choice of parameters that `requires_grad_` made since: rows
+    of gradients hold what is trained, so ranks that disagree would add gradients of different parameters.
+
     Collective over the data-parallel axes: all ranks must call.
 
     Raises:
-        PlanMismatchError: ranks planned different shards, or a rank did not come.
+        PlanMismatchError: ranks planned different shards, or train different parameters, or a rank did not
+            come.
     """
-    if tree in _agreed:
+    trained = _trained(tree)
+    if trained in _agreed.get(tree, ()):
         return
-    _agreed.add(tree)
+    if tree in _agreed:
+        _check_same_trained(tree, trained)
+        _agreed[tree].add(trained)
+        return
+    _agreed[tree] = {trained}
     buckets = [bucket for unit in tree.units for bucket in unit.buckets]
-    model = f"model {type(tree.root.modules[0]).__name__!r}"
+    model = _named(tree)
     lines = [line for unit in tree.units for line in _describe(unit)]
     lines += [
         "no further parameter",
@@ -89,6 +99,32 @@ def check_ranks_agree(tree: Tree) -> None:
                 "different models. Seed all ranks alike, or call broadcast_replicas_(model).",
                 stacklevel=2,
             )
+
+
+def _check_same_trained(tree: Tree, trained: tuple[bool, ...]) -> None:
+    params = [param for unit in tree.units for param in unit.params]
+    lines = [f"{param.name}: requires_grad={wants}" for param, wants in zip(params, trained, strict=True)]
+    axes = [bucket.spec.axes for unit in tree.units for bucket in unit.buckets]
+    of_ranks = [group for of in axes for group in (of.shard_group, of.replicate_group)]
+    try:
+        for group in _with_peers(of_ranks, tree.root.policy.device):
+            check_agreement(lines, group, _named(tree))
+    except PlanMismatchError as error:
+        raise PlanMismatchError(
+            f"{_named(tree)}: requires_grad was switched after the first forward, and not alike on all "
+            "ranks, so that gradients of different parameters would be added. Switch the same parameters on "
+            f"every rank, before the same forward. As found: {error}"
+        ) from error
+
+
+def _trained(tree: Tree) -> tuple[bool, ...]:
+    """Of every parameter, in the form that the modules hold, whether it requires a gradient."""
+    held = [param.registered for unit in tree.units for param in unit.params]
+    return tuple([param is not None and param.requires_grad for param in held])
+
+
+def _named(tree: Tree) -> str:
+    return f"model {type(tree.root.modules[0]).__name__!r}"
 
 
 def _with_peers(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> list[dist.ProcessGroup]:

@@ -301,5 +301,6 @@ def _who_is_missing(
     return CollectiveTimeoutError(
         f"{label}: {kind} over ranks {ranks} failed on rank {dist.get_rank()}: {error} A peer died, or "
         "did not come: it raised an error of its own (look for the first one), skipped this unit, or ran "
-        "units in another order. Let every rank run the same units in the same order."
+        "units in another order. Let every rank run the same units in the same order; ranks whose loss used "
+        "other units of them need set_reduce_scatter_unused_params(True)."
     )

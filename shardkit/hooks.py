@@ -24,11 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import in_backward, is_transformed, outside_transforms, without_dynamo
+from shardkit._torch import (
+    base_made_since,
+    in_backward,
+    is_transformed,
+    outside_transforms,
+    sequence_number,
+    without_dynamo,
+)
 from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
-from shardkit.schedule import reshards_after_forward
+from shardkit.schedule import Event, Tape, reshards_after_forward
 from shardkit.unit import Unit, watch_grads
 
 Args = tuple[object, ...]
@@ -62,6 +69,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         args, kwargs = _begin_iteration(unit, args, kwargs)
         unit.modules_to_run = set(unit.modules)
         unit.expects_backward = False
+        unit.first_node = sequence_number()
     unit.depth += 1
     precision = unit.policy.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
@@ -99,24 +107,19 @@ def leave_forward(unit: Unit) -> None:
 
 
 @without_dynamo
-def pre_backward(unit: Unit, grad: Tensor) -> Tensor:
-    """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis."""
+def pre_backward(unit: Unit, tape: Tape | None, grad: Tensor) -> Tensor:
+    """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis.
+
+    Args:
+        tape: of the forward, where all ranks undo it alike.
+    """
     tree = unit.tree
     tree.enter_backward()
     tree.keeps_gathered |= torch.is_grad_enabled()  # create_graph: see Tree.keeps_gathered
-    if unit.in_backward:
-        return grad
-    unit.in_backward, unit.is_settled = True, False
-    following = tree.order.prefetch_for(tree.index(unit))
-    with outside_transforms():
-        if unit.settings.unshard_in_backward:
-            unit.unshard()
-            unit.wait_for_unshard()
-        if unit.settings.backward_prefetch:
-            for other in unit.settings.backward_prefetch:
-                other.unshard()
-        elif following is not None and tree.units[following].settings.unshard_in_backward:
-            tree.units[following].unshard()
+    if not unit.in_backward:
+        if tape is not None:
+            tree.visit(tape, Event(tree.index(unit), is_end=True))
+        tree.begin_backward_of(unit)
     return grad
 
 
@@ -124,14 +127,14 @@ class PostBackward(torch.autograd.Function):
     """Identity on a unit's inputs whose backward runs when the gradients of all of them are computed."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, unit: Unit, tape: Tape | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.tape = unit, tape
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _post_backward(ctx.unit)
-        return (None, *grads)
+        _post_backward(ctx.unit, ctx.tape)
+        return (None, None, *grads)
 
 
 class TransformedPostBackward(PostBackward):
@@ -140,20 +143,22 @@ class TransformedPostBackward(PostBackward):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(unit: Unit, tape: Tape | None, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return inputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.unit = inputs[0]
+        ctx.unit, ctx.tape = inputs[:2]
 
     @staticmethod
-    def jvp(ctx: Any, unit: object, *tangents: Tensor) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, unit: object, tape: object, *tangents: Tensor) -> tuple[Tensor, ...]:
         return tangents
 
 
 @without_dynamo
-def _post_backward(unit: Unit) -> None:
+def _post_backward(unit: Unit, tape: Tape | None) -> None:
+    if tape is not None:
+        unit.tree.visit(tape, Event(unit.tree.index(unit), is_end=False))
     with outside_transforms():
         unit.post_backward(keep=torch.is_grad_enabled())
 
@@ -173,6 +178,7 @@ def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
             "module that holds them, last."
         )
     tree.forward_root = unit
+    tree.tape = Tape()
     for other in tree.units:
         other.begin_iteration()
     tree.reductions.check_use()
@@ -194,12 +200,16 @@ def _complete_forward(unit: Unit) -> None:
     """All modules of the unit have run: free it or keep it, and let backward know that it was here."""
     setting = unit.settings.reshard_after_forward
     with_grad = unit.expects_backward
+    if unit.tree.halves_backward and unit.is_lent:
+        setting = False
     if reshards_after_forward(setting, is_root=unit.is_root, with_grad=with_grad, pinned=unit.is_pinned):
         unit.reshard_after_forward()
     elif with_grad:
         watch_grads(unit)
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
+        if (tape := _tape_of(unit)) is not None:
+            tape.record(Event(unit.tree.index(unit), is_end=True))
 
 
 def _end_iteration(root: Unit) -> None:
@@ -223,14 +233,21 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     inputs = {id(tensor): tensor for tensor in found if tensor.requires_grad}
     if not inputs:
         return args, kwargs
+    if (tape := _tape_of(unit)) is not None:
+        tape.record(Event(unit.tree.index(unit), is_end=False))
     node = TransformedPostBackward if is_transformed() else PostBackward
-    outputs = node.apply(unit, *inputs.values())  # type: ignore[no-untyped-call]
+    outputs = node.apply(unit, tape, *inputs.values())  # type: ignore[no-untyped-call]
     output_of: dict[int, Tensor] = dict(zip(inputs, outputs, strict=True))
 
     def replace(tensor: Tensor) -> Tensor:
         return output_of.get(id(tensor), tensor)
 
     return map_tensors(replace, args), map_tensors(replace, kwargs) if kwargs else kwargs
+
+
+def _tape_of(unit: Unit) -> Tape | None:
+    """Where backward follows this forward: none where ranks may not differ, and in a recomputation."""
+    return unit.tree.tape if unit.settings.reduce.fill_unused and not in_backward() else None
 
 
 _hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors kept on modules -> True
@@ -241,12 +258,16 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
     if not torch.is_grad_enabled():
         return
 
+    tape = _tape_of(unit)
+
     def hook(grad: Tensor) -> Tensor:
-        return pre_backward(unit, grad)
+        return pre_backward(unit, tape, grad)
 
     for tensor in find_tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(hook)
+            if (base := base_made_since(unit.first_node, tensor)) is not None:
+                base.register_hook(hook)  # the view's own hook is lost when the user writes to it
             unit.expects_backward = True
     for value in unit.kept_tensors():
         if value not in _hooked:

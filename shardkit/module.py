@@ -19,7 +19,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from shardkit._torch import AllGather, ReduceScatter, process_group_comms, symmetric_memory_comms
 from shardkit.collectives import new_route
 from shardkit.interop import unit_of
-from shardkit.unit import Unit
+from shardkit.unit import Unit, gather_for_half_backward
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -40,6 +40,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's gathered parameters and register the shards. Not recursive, no communication."""
+        self._unit.is_lent = False
         self._unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -50,7 +51,7 @@ class FSDPModule(TorchFSDPModule):
             async_op: return a handle at once; forward waits for it by itself.
         """
         unit = self._unit
-        unit.is_pinned = True
+        unit.is_pinned = unit.is_lent = True
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)
@@ -220,6 +221,17 @@ class FSDPModule(TorchFSDPModule):
                     f"{bucket.spec.device}. Leave the call out on this backend."
                 )
         self._set_comms("set_symm_mem_for_comm", symmetric_memory_comms)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As nn.Module's; gathered, and so collective over the shard axis, within a backward in two halves.
+
+        Zero-bubble pipeline schedules compute the gradients of inputs first. Before that, and again before
+        those of weights, they ask for the parameters at the ends of the graph, which are not the shards.
+        """
+        unit = self._unit
+        if unit.is_lent and not (unit.tree.is_last_backward or unit.settings.reshard_after_backward):
+            gather_for_half_backward([unit for unit in self._units(recurse) if unit.is_lent])
+        return super().parameters(recurse)  # type: ignore[misc, no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's, on the shards, also while gathered parameters are registered in their place."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -40,6 +41,52 @@ class ForwardOrder:
         """Backward is over."""
         self._runs.clear()
         self._open.clear()
+
+
+class Event(NamedTuple):
+    """A unit's forward has begun, over inputs that need a gradient, or has ended."""
+
+    unit: int
+    is_end: bool
+
+
+class Tape:
+    """What one outermost forward did, for a backward to undo from its end, on every rank alike.
+
+    Where the losses of ranks use different units, their backwards visit different ones. A rank undoes what it
+    passes over too, so that all of them gather and reduce the same units in the same order:
+
+    forward on all ranks    begin 0, end 0, begin 1, end 1, begin 2, end 2
+    this rank's loss uses 1 alone: its backward
+      visits end 1          end 2, begin 2 are passed over
+      visits begin 1        nothing is
+      is over               end 0, begin 0 are
+
+    Autograd visits what was computed last first, so that this order is its own.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._num_left = 0  # events that the running backward has neither visited nor passed over
+
+    def record(self, event: Event) -> None:
+        """`event` has happened in forward."""
+        self._events.append(event)
+        self._num_left = len(self._events)
+
+    def visit(self, event: Event) -> list[Event]:
+        """What backward passes over on its way to the latest `event` left, in the order of backward."""
+        for position in range(self._num_left - 1, -1, -1):
+            if self._events[position] == event:
+                passed = self._events[position + 1 : self._num_left]
+                self._num_left = position
+                return passed[::-1]
+        return []  # a second backward over one graph, or a unit that ran in part
+
+    def finish(self) -> list[Event]:
+        """What backward has not come to; another backward may begin from the end again."""
+        rest, self._num_left = self._events[: self._num_left], len(self._events)
+        return rest[::-1]
 
 
 def reshards_after_forward(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardkit._torch import has_grad_hooks, local_of, param_dict, set_local
+from shardkit._torch import has_grad_hooks, local_of, param_dict, replace_parts, spec_of
 from shardkit.buffer import FlatBuffer
 from shardkit.extension import EXTENSION_NAMES, has_extension
 from shardkit.layout import Slot
@@ -63,7 +63,7 @@ class ShardedParam:
         shell = sharding.wrap_sharded(torch.empty(0, dtype=local.dtype, device=local.device))
         self.sharded = nn.Parameter(shell, requires_grad=spec.param.requires_grad)
         self.local = local.detach()  # this rank's part: soon a piece of the bucket's shard buffer
-        set_local(self.sharded, self.local)
+        replace_parts(self.sharded, self.local, spec_of(self.sharded))
         self.is_extended = has_extension(self.name, self.local)  # as its bucket has it; see `is_adopted`
         self.unsharded: nn.Parameter | None = None
         remember_original(spec.param, self.name)
@@ -107,7 +107,7 @@ class ShardedParam:
     def hold(self, local: Tensor) -> None:
         """Let `local` be this rank's part; the parameter object stays the one that optimizers hold."""
         self.local, self.unsharded = local, None
-        set_local(self.sharded, local)
+        replace_parts(self.sharded, local, spec_of(self.sharded))
         self.register(self.sharded)
 
     def take_replacement(self) -> None:

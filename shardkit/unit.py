@@ -13,6 +13,7 @@ over.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,13 +27,14 @@ from shardkit._torch import (
     child_dict,
     has_grad_hooks,
     in_backward,
+    outside_transforms,
     param_dict,
 )
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import ForwardOrder, grads_to_sweep
+from shardkit.schedule import Event, ForwardOrder, Tape, grads_to_sweep
 from shardkit.sharded_param import GradHook, Held
 from shardkit.streams import Streams
 
@@ -76,9 +78,11 @@ class Unit:
         self._is_checked = False  # that every parameter is where a gather can read it
         self._watched: list[tuple[dict[str, object], int, list[str]]] = []
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
+        self.first_node = 0  # what this forward computes has nodes of this number and above
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
         self.expects_backward = False  # an output of this forward requires a gradient
         self.is_pinned = False  # the user called unshard(), or wants it kept after backward
+        self.is_lent = False  # the user called unshard(), and not reshard() since, whatever hooks did
         self.in_backward = False  # between pre_backward and post_backward
         self.is_settled = True  # the running backward has left nothing to take, reshard or reduce
         self.tree = Tree(self)
@@ -225,11 +229,14 @@ class Tree:
         self.root: Unit = root
         self.units: list[Unit] = [root]
         self.order = ForwardOrder()
+        self.tape = Tape()  # of the running forward
+        self._undone: list[Tape] = []  # which the running backward has come to
         self.streams = Streams(root.policy.device)
         self.reductions = ReductionQueue()
         self.ignored: set[int] = set()  # ids of parameters that no unit manages, as the user asked
         self.forward_root: Unit | None = None  # whose forward the running iteration is
         self.is_last_backward = True
+        self.halves_backward = False  # a pipeline schedule asks for gradients of inputs and of weights apart
         self.awaits_callback = False  # autograd will call us when the running backward is over
         self.keeps_gathered = False  # the running backward builds a graph that needs the parameters
         self.post_optim_event: torch.Event | None = None
@@ -275,14 +282,44 @@ class Tree:
                 unit.is_settled = False
             call_after_backward(self.end_backward)
 
+    def visit(self, tape: Tape, event: Event) -> None:
+        """Backward comes to what forward did: take part first in what it passes over, as other ranks may not.
+
+        Collective over the mesh, for units whose unused parameters count as zero.
+        """
+        if tape not in self._undone:
+            self._undone.append(tape)
+        self._undo(tape.visit(event))
+
+    def begin_backward_of(self, unit: Unit) -> None:
+        """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis."""
+        if unit.in_backward:
+            return
+        unit.in_backward, unit.is_settled = True, False
+        following = self.order.prefetch_for(self.index(unit))
+        with outside_transforms():
+            if unit.settings.unshard_in_backward:
+                unit.unshard()
+                unit.wait_for_unshard()
+            if unit.settings.backward_prefetch:
+                for other in unit.settings.backward_prefetch:
+                    other.unshard()
+            elif following is not None and self.units[following].settings.unshard_in_backward:
+                self.units[following].unshard()
+
     def end_backward(self) -> None:
         """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
+        for tape in self._undone:
+            self._undo(tape.finish())
+        self._undone.clear()
         self.awaits_callback = False
         self.forward_root = None
         for unit in reversed(self.units):
             unit.modules_to_run.clear()
             if not unit.is_settled:
                 unit.post_backward(keep=self.keeps_gathered)
+            elif not self.keeps_gathered and not unit.is_pinned and unit.settings.reshard_after_backward:
+                unit.reshard()  # it may have been recomputed, for others, when its own backward was over
         if self.is_last_backward or not self.streams.runs_ahead:  # else .grad would be set a backward late
             self.reductions.finish_all()
         if not self.is_last_backward:
@@ -299,10 +336,43 @@ class Tree:
             self.reductions.drop_all()
         self.reductions.finish_all()
         self.order.clear()
+        self._undone.clear()
         self.forward_root = None
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
+
+    def _undo(self, events: Sequence[Event]) -> None:
+        for event in events:
+            unit = self.units[event.unit]
+            if event.is_end:
+                self.begin_backward_of(unit)
+            else:
+                with outside_transforms():
+                    unit.post_backward(keep=self.keeps_gathered)
+
+
+def gather_for_half_backward(units: Sequence[Unit]) -> None:
+    """Gather what a schedule needs between the halves of its backwards, and keep it until it is resharded.
+
+    Collective over the shard axis.
+    """
+    resharded = [unit for unit in units if not all(bucket.is_unsharded for bucket in unit.buckets)]
+    for unit in resharded:
+        unit.unshard()
+    for unit in resharded:
+        unit.wait_for_unshard()
+        unit.is_pinned = True
+    trees = dict.fromkeys(unit.tree for unit in resharded)
+    for tree in trees:
+        if not tree.halves_backward:
+            tree.halves_backward = True
+            warnings.warn(
+                f"unit {resharded[0].name!r}: the pipeline schedule computes gradients of inputs and of "
+                "weights apart, so the stage's units stay gathered from their first forward to the last "
+                "gradients of weights. Pass reshard_after_forward=False to fully_shard to say so.",
+                stacklevel=3,
+            )
 
 
 def watch_grads(unit: Unit) -> None:

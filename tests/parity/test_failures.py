@@ -224,6 +224,81 @@ def test_equal_plans_are_compared_once_and_train() -> None:
     run_ranks(check, 2)
 
 
+# ---------------------------------------------------------------- ranks that train other parameters later on
+
+
+def equal_layers() -> nn.Module:
+    """Layers of one shape, so that their gradients would be added to each other."""
+    model = MLP(7, 7, 7)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@both_layouts
+@pytest.mark.parametrize("gathered", [False, True])
+def test_ranks_that_freeze_different_layers_later_are_told_on_every_rank(gathered: bool) -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = equal_layers()
+        CASE.loss(model, rank).backward()
+        for layer in model.layers if gathered else ():
+            layer.unshard()
+        model.layers[rank].requires_grad_(False)
+        CASE.loss(model, rank).backward()
+
+    words = (
+        "requires_grad was switched",
+        "not alike on all ranks",
+        "model 'FSDPMLP'",
+        "layers.0.weight: requires_grad=",
+    )
+    errors_on_all_ranks(check, 2, PlanMismatchError, *words, timeout=10)
+
+
+@pytest.mark.parametrize("switching", [0, 1])
+def test_a_rank_that_alone_freezes_a_layer_later_is_told(switching: int) -> None:
+    def check(rank: int, world_size: int) -> str:
+        shardkit.checks.check_agreement = partial(check_agreement, timeout=timedelta(seconds=1))
+        model = equal_layers()
+        CASE.loss(model, rank).backward()
+        if rank == switching:
+            model.layers[0].requires_grad_(False)
+        with pytest.raises((PlanMismatchError, CollectiveTimeoutError)) as caught:
+            CASE.loss(model, rank).backward()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    messages = run_ranks(check, 2, timeout=10)
+    for rank, message in enumerate(messages):
+        if rank == switching:
+            assert message.startswith(
+                "PlanMismatchError: model 'FSDPMLP': requires_grad was switched after"
+            ), message
+        else:
+            assert message.startswith("CollectiveTimeoutError: unit '"), message
+
+
+@both_layouts
+def test_ranks_that_freeze_alike_are_asked_once_for_each_choice() -> None:
+    """As a generator and a critic in one model do at every step."""
+
+    def check(rank: int, world_size: int) -> None:
+        asked = []
+
+        def count(*args: object, **options: object) -> None:
+            asked.append(args)
+            check_agreement(*args, **options)
+
+        shardkit.checks.check_agreement = count  # of this forked rank
+        model = equal_layers()
+        for step in range(6):
+            model.layers[0].requires_grad_(step % 2 == 0)
+            model.layers[1].requires_grad_(step % 2 == 1)
+            CASE.loss(model, rank).backward()
+        assert len(asked) == 2
+
+    run_ranks(check, 2)
+
+
 # ---------------------------------------------------------------- a rank that never comes
 
 

@@ -207,6 +207,47 @@ def test_the_loss_may_start_from_a_tensor_kept_on_the_module(units: tuple[str, .
     assert_trains(Keeps, units, loss)
 
 
+class Reshapes(nn.Module):
+    """Returns a view of what it computed, of its input, or of its input's sum with what it computed."""
+
+    def __init__(self, way: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(7, 7), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x, self.linear(x))
+
+
+class WritesToOutput(nn.Module):
+    """Adds to its block's output in place, as residual streams do; a linear one of 3-D input is a view."""
+
+    def __init__(self, way: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.block, self.after = nn.Linear(7, 7), Reshapes(way), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.block(self.before(x).tanh()[None])
+        hidden += 1.0
+        hidden *= 2.0
+        return self.after(hidden)
+
+
+VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, y: y,
+    "rows": lambda x, y: y.sin()[0][1:],
+    "turned": lambda x, y: y.sin().transpose(0, 1),
+    "sum": lambda x, y: (x + y).view(-1, 7),
+    "not_a_view": lambda x, y: y.sin(),
+}
+
+
+@pytest.mark.parametrize("way", VIEWS)
+def test_an_output_that_is_a_view_may_be_written_to_in_place(way: str) -> None:
+    make = partial(WritesToOutput, VIEWS[way])
+    assert_trains(make, ("block", "after"), lambda model, rank: model(x(rank)).square().mean())
+    assert_trains(make, ("block.linear", "block"), lambda model, rank: model(x(rank)).square().mean())
+
+
 class Ignores(nn.Linear):
     """A frozen layer that is given an input it does not use."""
 

@@ -42,6 +42,7 @@ FOUND = [  # programs that once failed
     Program(Node("group", (Node("linear"), Node("linear"))), placement=Blocks(1, required=False)),
     Program(Node("by_turn", (Node("linear", unit=True), Node("norm"))), evaluates=True, prefetch=((0, 1),)),
     Program(Node("chain", (Node("linear", unit=True, reshard=2),)), mesh=(4,), evaluates=True),
+    Program(Node("recompute", (Node("linear"), Node("drop", (Node("linear"),), unit=True)))),
 ]
 
 

@@ -27,12 +27,12 @@ from shardkit import Blocks, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
 Kind = Literal[
     "linear", "tied", "embed", "norm", "scale", "stack",  # leaves
     "chain", "add", "twice", "pack", "keyword", "recompute", "reenter",  # what runs its children
-    "group", "skip", "drop", "peek", "by_turn", "by_rank",
+    "group", "skip", "drop", "peek", "by_turn", "by_rank", "pick",
 ]  # fmt: skip
 LEAVES: tuple[Kind, ...] = ("linear", "tied", "embed", "norm", "scale", "stack")
 WRAPPERS: tuple[Kind, ...] = (
     "chain", "add", "twice", "pack", "keyword", "recompute", "reenter", "group", "skip", "drop", "peek",
-    "by_turn", "by_rank",
+    "by_turn", "by_rank", "pick",
 )  # fmt: skip
 BLOCKS = (Blocks(1, required=False), Blocks(3, required=False), Blocks.elements())
 Sync = Literal["none", "shard", "all"]  # what a micro-batch's backward reduces over
@@ -52,7 +52,9 @@ class Node:
     @property
     def forks(self) -> bool:
         """Whether something in it is read by several branches, or runs several times."""
-        return self.kind in ("add", "pack", "by_rank", "twice") or any(child.forks for child in self.children)
+        return self.kind in ("add", "pack", "by_rank", "pick", "twice") or any(
+            child.forks for child in self.children
+        )
 
     def __repr__(self) -> str:
         return _told(self)
@@ -83,7 +85,7 @@ class Program:
     @property
     def needs_input_grad(self) -> bool:
         """Ranks that choose may meet nothing trainable; the input then makes all of them run backward."""
-        return self.input_grad or "by_rank" in repr(self.root)
+        return self.input_grad or any(kind in repr(self.root) for kind in ("by_rank", "pick"))
 
     @property
     def defers(self) -> bool:
@@ -109,12 +111,17 @@ def choose(model: nn.Module, rank: int, turn: int) -> None:
 
 
 def shard(program: Program, model: nn.Module, mesh: DeviceMesh) -> list[FSDPModule]:
-    """Make units, bottom-up, the root last; returns them, the root first."""
+    """Make units, bottom-up, the root last; returns them, the root first.
 
-    def wrap(node: Node, module: nn.Module, is_free: bool) -> None:
+    None is where only some ranks run it forward, or again in backward.
+    """
+
+    def wrap(node: Node, module: nn.Module, is_free: bool, is_picked: bool = False) -> None:
         if isinstance(module, Wrapper):
+            is_picked |= node.kind == "pick"
+            runs_by_rank = node.kind == "by_rank" or (is_picked and node.kind == "reenter")
             for child, below in zip(node.children, module.parts, strict=True):
-                wrap(child, below, is_free and node.kind != "by_rank")
+                wrap(child, below, is_free and not runs_by_rank, is_picked)
             parts = [part for part in module.parts if not isinstance(part, FSDPModule)]
             if node.kind == "group" and is_free and len(parts) > 1:
                 _fully_shard(program, list(parts), mesh, node.reshard)
@@ -251,6 +258,9 @@ class Wrapper(nn.Module):
                 return self.parts[self.turn % len(self.parts)](value)
             case "by_rank":
                 return rows_of(value) + rows_of(self.parts[self.rank % len(self.parts)](value))
+            case "pick":
+                outputs = [rows_of(part(value)) for part in self.parts]
+                return rows_of(value) + outputs[self.rank % len(outputs)]
             case "drop":
                 self._chain(value)
                 return value

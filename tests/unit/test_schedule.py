@@ -8,7 +8,9 @@ import pytest
 
 from shardkit.schedule import (
     BucketBytes,
+    Event,
     ForwardOrder,
+    Tape,
     UnitBytes,
     grads_to_sweep,
     peak_bytes,
@@ -52,6 +54,45 @@ def test_a_cleared_order_starts_anew() -> None:
     order.clear()
     order.record(1)
     assert order.prefetch_for(1) is None
+
+
+# ---------------------------------------------------------------- what backward passes over
+
+BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_2, END_2 = [Event(n, end) for n in range(3) for end in (False, True)]
+
+
+def recorded(*events: Event) -> Tape:
+    tape = Tape()
+    for event in events:
+        tape.record(event)
+    return tape
+
+
+def test_a_backward_that_visits_all_passes_nothing_over() -> None:
+    tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1)
+    assert [tape.visit(event) for event in (END_1, BEGIN_1, END_0, BEGIN_0)] == [[], [], [], []]
+    assert tape.finish() == []
+
+
+def test_a_backward_takes_part_in_what_it_passes_over() -> None:
+    tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_2, END_2)
+    for _ in range(2):  # a second backward over the graph begins from the end again
+        assert tape.visit(END_1) == [END_2, BEGIN_2]
+        assert tape.visit(BEGIN_1) == []
+        assert tape.finish() == [END_0, BEGIN_0]
+
+
+def test_an_outer_unit_whose_output_is_an_inner_ones_begins_first() -> None:
+    tape = recorded(BEGIN_1, BEGIN_0, END_0, END_1)
+    assert tape.visit(END_0) == [END_1]
+    assert tape.visit(END_1) == []
+    assert tape.finish() == [BEGIN_0, BEGIN_1]
+
+
+def test_the_runs_of_a_unit_are_undone_from_the_last() -> None:
+    tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_0, END_0)
+    assert tape.visit(END_0) == []
+    assert tape.visit(END_0) == [BEGIN_0, END_1, BEGIN_1]
 
 
 # ---------------------------------------------------------------- freeing

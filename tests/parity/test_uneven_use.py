@@ -1,0 +1,165 @@
+"""Ranks whose losses use different units: every rank gathers and reduces the same ones in the same order.
+
+All ranks run all units forward, as experts that may get no tokens do; the loss takes what it likes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from shardkit import fully_shard
+from shardkit.collectives import count_traffic
+from shardkit.errors import CollectiveTimeoutError
+from tests.support.models import normal_batch
+from tests.support.oracle import assert_grads_equal, oracle_grads
+from tests.support.ranks import errors_on_all_ranks, run_ranks
+
+pytestmark = pytest.mark.usefixtures("both_layouts")
+
+DIM, NUM_EXPERTS, NUM_LAYERS = 7, 3, 2
+Way = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Experts(nn.Module):
+    """All experts run; the sum of the chosen ones is what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in range(NUM_EXPERTS)
+        )
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...], way: Way) -> Tensor:
+        outputs = [way(expert, x) for expert in self.experts]
+        return torch.stack([outputs[index] for index in chosen]).sum(0)
+
+
+class MoE(nn.Module):
+    """Layers of experts between dense ones; without `stem` the first experts' inputs need no gradient."""
+
+    def __init__(self, *, stem: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM) if stem else nn.Identity()
+        self.layers = nn.ModuleList(Experts() for _ in range(NUM_LAYERS))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, chosen: list[tuple[int, ...]], way: Way) -> Tensor:
+        x = self.stem(x)
+        for layer, of_layer in zip(self.layers, chosen, strict=True):
+            x = layer(x, of_layer, way)
+        return self.head(x)
+
+
+def call(expert: nn.Module, x: Tensor) -> Tensor:
+    return expert(x)
+
+
+def call_twice(expert: nn.Module, x: Tensor) -> Tensor:
+    return expert(expert(x))
+
+
+def recompute(expert: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(expert, x, use_reentrant=False)
+
+
+WAYS = (call, call_twice, recompute)
+
+
+def seeded(*, stem: bool) -> MoE:
+    torch.manual_seed(1)
+    return MoE(stem=stem)
+
+
+def sharded(stem: bool, shape: tuple[int, ...], setting: bool | None) -> MoE:
+    """Every expert, every layer and the model are units."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = seeded(stem=stem)
+    for module in (*(e for layer in model.layers for e in layer.experts), *model.layers, model):
+        fully_shard(module, mesh, reshard_after_forward=setting)
+    return model
+
+
+def choices(seed: int) -> Iterator[list[tuple[int, ...]]]:
+    """What one rank's loss takes: one to all experts of each layer."""
+    draw = random.Random(seed)
+    while True:
+        yield [
+            tuple(draw.sample(range(NUM_EXPERTS), draw.randint(1, NUM_EXPERTS))) for _ in range(NUM_LAYERS)
+        ]
+
+
+def loss_of(step: int, way: Way) -> Callable[[nn.Module, int], Tensor]:
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        chosen = next(choices(100 * step + rank))
+        return model(normal_batch(rank, 4, DIM), chosen, way).square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("stem", [True, False])
+def test_ranks_may_use_different_units_with_the_opt_in(stem: bool, shape: tuple[int, ...]) -> None:
+    def check(rank: int, world_size: int) -> list[list[tuple[str, int]]]:
+        reference, traffics = seeded(stem=stem), []
+        for setting in (True, None):
+            model = sharded(stem, shape, setting)
+            model.set_reduce_scatter_unused_params(True)
+            for step, way in enumerate(WAYS):
+                loss = loss_of(step, way)
+                grads = oracle_grads(reference, loss, world_size)
+                unused = {n: torch.zeros_like(p) for n, p in reference.named_parameters() if n not in grads}
+                model.zero_grad()
+                with count_traffic() as traffic:
+                    loss(model, rank).backward()
+                assert_grads_equal(model, grads | unused, 3)
+                traffics.append(sorted(traffic.num_calls.items()))
+        return traffics
+
+    first, *others = run_ranks(check, torch.Size(shape).numel(), timeout=60)
+    assert all(other == first for other in others), "ranks took part in different collectives"
+
+
+def test_micro_batches_may_use_different_units_with_the_opt_in() -> None:
+    """Two forwards, then their backwards in either order, without sync and with."""
+
+    def check(rank: int, world_size: int) -> None:
+        def both(model: nn.Module, rank: int) -> Tensor:
+            return loss_of(0, call)(model, rank) + loss_of(1, call)(model, rank)
+
+        grads = oracle_grads(seeded(stem=True), both, world_size)
+        model = sharded(True, (world_size,), True)
+        model.set_reduce_scatter_unused_params(True)
+        for order in (1, -1):
+            for syncs_first in (True, False):
+                model.zero_grad()
+                losses = [loss_of(step, call)(model, rank) for step in (0, 1)][::order]
+                model.set_requires_gradient_sync(syncs_first)
+                losses[0].backward()
+                model.set_requires_gradient_sync(True)
+                losses[1].backward()
+                for name, param in model.named_parameters():
+                    grads.setdefault(name, torch.zeros(param.shape))
+                assert_grads_equal(model, grads, 3)
+
+    run_ranks(check, 3, timeout=60)
+
+
+def test_ranks_that_use_different_units_are_told_of_the_opt_in() -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = sharded(True, (world_size,), True)
+        chosen = [(rank,), (rank,)]
+        model(normal_batch(rank, 4, DIM), chosen, call).square().mean().backward()
+
+    words = (
+        "unit 'layers.1.experts.",
+        "whose loss used other units",
+        "set_reduce_scatter_unused_params(True)",
+    )
+    errors_on_all_ranks(check, 2, CollectiveTimeoutError, *words, timeout=6)
