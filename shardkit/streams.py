@@ -51,7 +51,7 @@ class Streams:
         if event is not None and self._module is not None:
             self._module.current_stream().wait_event(event)
 
-    def gather_after(self, event: torch.Event | None) -> None:
+    def gather_after(self, event: torch.Event | None = None) -> None:
         """Later gathers wait for `event`, or for all that the current stream was given (a step)."""
         if self._module is not None and self.all_gather is not None:
             self.all_gather.wait_event(event or self._module.current_stream().record_event())

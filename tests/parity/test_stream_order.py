@@ -281,6 +281,7 @@ PROGRAMS = {
     "micros without all-reduce": Program(mesh=(2, 2), micro=micros_without_all_reduce, num_micros=3),
     "micros in flight": Program(micro=micros_in_flight, num_micros=3),
     "two forwards": Program(micro=two_forwards_then_backwards),
+    "unshard": Program(micro=unshard_by_hand),
     "post-optim event": Program(micro=give_post_optim_event),
     "redistribute": Program(micro=redistribute_a_matrix),
     "load": Program(micro=save_and_load),
