@@ -289,6 +289,7 @@ PROGRAMS = {
     "many reductions": Program(prepare=many_reductions),
     "uneven use": Program(prepare=fill_unused, branches=True),
     "frozen": Program(prepare=freeze),
+    "quantised": Program(RAGGED, prepare=quantise),
     "group for reductions": Program(prepare=group_for_reductions),
     "hook": Program(prepare=hook_rows),
     "comms": Program(prepare=custom_comms),
