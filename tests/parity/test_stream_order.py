@@ -157,6 +157,24 @@ def two_forwards_then_backwards(model: Any, micro: int, loss: Callable[[], Tenso
     (loss() + loss()).backward()
 
 
+def fail_once(model: Any, micro: int, loss: Callable[[], Tensor]) -> None:
+    """Raise in backward, on all ranks, when the first units are being reduced; then start anew."""
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.blocks[0].register_forward_hook(watch)
+    with pytest.raises(ArithmeticError):
+        loss().backward()
+    handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    loss().backward()
+
+
 def unshard_by_hand(model: Any, micro: int, loss: Callable[[], Tensor]) -> None:
     handle = model.blocks[0].unshard(async_op=True)
     model.blocks[1].unshard()
@@ -281,6 +299,7 @@ PROGRAMS = {
     "micros without all-reduce": Program(mesh=(2, 2), micro=micros_without_all_reduce, num_micros=3),
     "micros in flight": Program(micro=micros_in_flight, num_micros=3),
     "two forwards": Program(micro=two_forwards_then_backwards),
+    "failing backward": Program(prepare=group_for_reductions, micro=fail_once),
     "unshard": Program(micro=unshard_by_hand),
     "post-optim event": Program(micro=give_post_optim_event),
     "redistribute": Program(micro=redistribute_a_matrix),
