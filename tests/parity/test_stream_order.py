@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import (
@@ -29,6 +29,7 @@ from shardkit import (
     MixedPrecisionPolicy,
     RaggedShard,
     clip_grad_norm_,
+    distribute_tensor,
     fully_shard,
     redistribute,
 )
@@ -285,7 +286,7 @@ muon = of_matrices(Muon, ns_dtype=torch.float32)
 RAGGED = {"shard_placement_fn": lambda param: Blocks(4) if param.ndim > 1 else None}
 PROGRAMS = {
     "plain": Program(),
-    "columns": Program({"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(p.ndim - 1)}),
+    "columns": Program({"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
     "ragged": Program(RAGGED),
     "bf16": Program({"mp_policy": BF16}),
     "ragged bf16": Program(RAGGED | {"mp_policy": BF16}),
@@ -346,6 +347,19 @@ def test_training_on_streams_races_nowhere_and_gives_the_same_parameters(name: s
         assert num_accesses > 500, "the simulation saw nothing"
         assert not races, "\n".join(races)
         assert not others and not num_unwaited
+
+
+def test_messages_are_never_the_first_that_a_group_is_used_for() -> None:
+    def body(rank: int, world_size: int) -> tuple[list[str], Tensor]:
+        with simulated_streams() as simulation:
+            init_simulated_group(simulation)
+            mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(24.0).view(6, 4)
+            cut = distribute_tensor(full, mesh, [Replicate(), RaggedShard((0,), (6, 0))])
+            moved = redistribute(cut, placements=[RaggedShard((0,), (1, 5)), Replicate()])
+            return [*simulation.races], whole(moved)
+
+    for races, moved in run_ranks(body, 4):
+        assert not races and torch.equal(moved, torch.arange(24.0).view(6, 4))
 
 
 def no_wait_on(stream: str) -> Any:

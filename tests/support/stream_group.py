@@ -6,7 +6,8 @@ As ProcessGroupNCCL in torch 2.8 and later, when no environment variable says ot
                   work holds its tensors until `wait`, which lets the current stream, not the host, wait
     else          it is put on the current stream, and there is no work
 
-The host comes back at once in both. All of a group's asynchronous operations share one stream.
+The host comes back at once in both. All of a group's asynchronous operations share one stream. NCCL opens a
+group when it is first used, which takes all its ranks: messages may only follow a collective.
 """
 
 # mypy: disable-error-code="override, assignment, attr-defined"
@@ -83,6 +84,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._simulation, self._inner, self.options = simulation, inner, inner.options
         self._stream = Stream(simulation.device, f"nccl {len(simulation.device.groups)}")
         simulation.device.groups.append(self._stream)
+        self._is_open = False
 
     @property
     def group_name(self) -> str:
@@ -192,6 +194,10 @@ class SimulatedGroup(dist.ProcessGroup):
         finish: Callable[[], None] = lambda: None,
     ) -> dist.Work:
         simulation = self._simulation
+        if kind not in ("send", "recv"):
+            self._is_open = True
+        elif not self._is_open:
+            simulation.races[f"{kind} is the first of its group, {self._stream.name}"] = None
         stream = simulation.device.current_stream()
         if is_async:
             self._stream.wait_stream(stream)
