@@ -227,6 +227,17 @@ def freeze(model: Net) -> None:
     model.embed.requires_grad_(False)
 
 
+def step_in_backward(model: nn.Module) -> None:
+    def step(param: Tensor) -> None:
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.01)
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad * 0.5)
+        param.register_post_accumulate_grad_hook(step)
+
+
 def quantise(model: Net) -> None:
     gather_quantized(model, BlockQuantizer((1, 4), torch.int8))
 
@@ -309,6 +320,8 @@ PROGRAMS = {
     "many reductions": Program(prepare=many_reductions),
     "uneven use": Program(prepare=fill_unused, branches=True),
     "frozen": Program(prepare=freeze),
+    "step in backward": Program(prepare=step_in_backward),
+    "step in backward, hsdp bf16": Program({"mp_policy": BF16}, mesh=(2, 2), prepare=step_in_backward),
     "quantised": Program(RAGGED, prepare=quantise),
     "group for reductions": Program(prepare=group_for_reductions),
     "hook": Program(prepare=hook_rows),
