@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp_collectives
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as comms
 import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
-from torch._C._distributed_c10d import ReduceScatterOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload
@@ -336,15 +336,13 @@ class ShardRandom(OffsetBasedRNGTracker):
     def _distribute_region(
         self, spec: DTensorSpec, generator: torch.Generator | None = None
     ) -> Iterator[None]:
-        on_device = (
-            nullcontext() if self._device.type == "cpu" else super()._distribute_region(spec, generator)
-        )
+        outer = nullcontext() if self._device.type == "cpu" else super()._distribute_region(spec, generator)
         source = (
             generator if generator is not None and generator.device.type == "cpu" else torch.default_generator
         )
         seed = int(torch.randint(2**62, (), generator=source))
         state = torch.default_generator.get_state()
-        with on_device:
+        with outer:
             torch.default_generator.manual_seed((seed + 0x9E3779B97F4A7C15 * shard_index(spec)) % 2**63)
             try:
                 yield
@@ -355,9 +353,8 @@ class ShardRandom(OffsetBasedRNGTracker):
 def shard_index(spec: DTensorSpec) -> int:
     """The number of this rank's shard; ranks that hold copies of one shard have the same."""
     index = 0
-    for dim, (placement, coordinate) in enumerate(
-        zip(spec.placements, spec.mesh.get_coordinate() or (), strict=False)
-    ):
+    places = zip(spec.placements, spec.mesh.get_coordinate() or (), strict=False)
+    for dim, (placement, coordinate) in enumerate(places):
         if not isinstance(placement, (Replicate, Partial)):
             index = index * spec.mesh.size(dim) + coordinate
     return index
@@ -449,7 +446,10 @@ def default_store() -> Store:
 
 def all_gather_single(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     """all_gather into one tensor. The public call changed its name, and takes three times as long."""
-    group._allgather_base(output, input_).wait()
+    options = AllgatherOptions()
+    options.asyncOp = False  # NCCL then takes the current stream, with its priority, and gives no work
+    if (work := group._allgather_base(output, input_, options)) is not None:
+        work.wait()
 
 
 def reduce_scatter_single(
@@ -457,8 +457,9 @@ def reduce_scatter_single(
 ) -> None:
     """reduce_scatter of one tensor; as for `all_gather_single`."""
     options = ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
-    group._reduce_scatter_base(output, input_, options).wait()
+    options.reduceOp, options.asyncOp = op, False  # type: ignore[assignment]
+    if (work := group._reduce_scatter_base(output, input_, options)) is not None:
+        work.wait()
 
 
 # ---------------------------------------------------------------- torch's fully_shard
@@ -490,11 +491,9 @@ _STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["fun
 
 def process_group_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:
     """torch's own comms over the group's allocator; it publishes the interface, not these."""
-    return fsdp_collectives.ProcessGroupAllocAllGather(
-        group
-    ), fsdp_collectives.ProcessGroupAllocReduceScatter(group)
+    return comms.ProcessGroupAllocAllGather(group), comms.ProcessGroupAllocReduceScatter(group)
 
 
 def symmetric_memory_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter | None]:
     """torch's own comm over NCCL symmetric memory, for gathers; its reduce-scatter only sums."""
-    return fsdp_collectives.SymmMemAllGather(group, "NCCL"), None
+    return comms.SymmMemAllGather(group, "NCCL"), None
