@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as fsdp_collectives
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as comms
 import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
-from torch._C._distributed_c10d import ReduceScatterOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload
@@ -411,20 +411,32 @@ def default_store() -> Store:
 
 def all_gather_single(output: Tensor, input_: Tensor, group: dist.ProcessGroup) -> None:
     """all_gather into one tensor. The public call changed its name, and takes three times as long."""
-    group._allgather_base(output, input_).wait()
+    if (work := group._allgather_base(output, input_, _gather_options())) is not None:
+        work.wait()
 
 
 def reduce_scatter_single(
     output: Tensor, input_: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> None:
     """reduce_scatter of one tensor; as for `all_gather_single`."""
-    group._reduce_scatter_base(output, input_, _reduce_options(op)).wait()
+    if (work := group._reduce_scatter_base(output, input_, _reduce_options(op))) is not None:
+        work.wait()
+
+
+# Not asynchronous: NCCL then takes the current stream, with its priority, and gives no work.
+
+
+@cache
+def _gather_options() -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = False
+    return options
 
 
 @cache
 def _reduce_options(op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
+    options.reduceOp, options.asyncOp = op, False  # type: ignore[assignment]
     return options
 
 
@@ -456,10 +468,9 @@ _STATE_FUNCTION = inspect.getclosurevars(torch_fully_shard.state).nonlocals["fun
 
 def process_group_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:
     """torch's own comms over the group's allocator; it publishes the interface, not these."""
-    gather = fsdp_collectives.ProcessGroupAllocAllGather(group)
-    return gather, fsdp_collectives.ProcessGroupAllocReduceScatter(group)
+    return comms.ProcessGroupAllocAllGather(group), comms.ProcessGroupAllocReduceScatter(group)
 
 
 def symmetric_memory_comms(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter | None]:
     """torch's own comm over NCCL symmetric memory, for gathers; its reduce-scatter only sums."""
-    return fsdp_collectives.SymmMemAllGather(group, "NCCL"), None
+    return comms.SymmMemAllGather(group, "NCCL"), None

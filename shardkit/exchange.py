@@ -17,6 +17,7 @@ first reduce what the other axes leave them and then all-reduce that.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -30,6 +31,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardkit import _torch
 from shardkit.boxes import Box, Layout, local_boxes, local_part, local_shape
+from shardkit.mesh import device_of
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.specs import coordinate_of
 
@@ -139,7 +141,8 @@ def transfer(local: torch.Tensor, source: Layout, target: Layout, mesh: DeviceMe
             _unpack(message, flat, new_local, add=reduces)
         return _finish_partial(new_local, source, target, mesh)
 
-    return Transfer(_start(sends, receives, mesh, me), finish)
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and not _stays_on(source, target, axis)]
+    return Transfer(_start(sends, receives, mesh, me, axes), finish)
 
 
 # A compiled graph holds no mesh, only the text that names a route here. Tracing writes it, in every process.
@@ -190,7 +193,8 @@ def scatter(
     else:
         local = torch.empty(local_shape(layout, me), dtype=full.dtype, device=device)
         receives = [(root, local)] if local.numel() else []
-    for work in _start(sends, receives, mesh, me):
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    for work in _start(sends, receives, mesh, me, axes):
         work.wait()
     return local
 
@@ -272,14 +276,54 @@ def _unpack(message: Message, flat: torch.Tensor, local: torch.Tensor, add: bool
 Parts = Sequence[tuple[Coordinate, torch.Tensor]]
 
 
-def _start(sends: Parts, receives: Parts, mesh: DeviceMesh, me: Coordinate) -> list[dist.Work]:
-    """Post all messages, each over the group of the axis it stays on, or over the default group."""
-    by_group: dict[int | None, list[dist.P2POp]] = {}
+def _start(
+    sends: Parts, receives: Parts, mesh: DeviceMesh, me: Coordinate, axes: Sequence[int]
+) -> list[dist.Work]:
+    """Post all messages, each over the group of the axis it stays on, or over one of the whole mesh.
+
+    Groups come in one order on all ranks: NCCL connects two ranks by their first messages, and the host waits
+    for both.
+
+    Args:
+        axes: along which any two ranks may exchange something; the same on all ranks.
+    """
+    by_group: dict[int, list[dist.P2POp]] = {axis: [] for axis in (*axes, mesh.ndim)}
+    groups = _opened_groups(mesh, axes)
     for op, parts in ((dist.isend, sends), (dist.irecv, receives)):
         for peer, tensor in parts:
-            axes = [axis for axis, (a, b) in enumerate(zip(me, peer, strict=True)) if a != b]
-            axis = axes[0] if len(axes) == 1 else None
-            group = None if axis is None else mesh.get_group(axis)
-            rank = int(mesh.mesh[peer])
-            by_group.setdefault(axis, []).append(dist.P2POp(op, tensor, rank, group))
-    return [work for ops in by_group.values() for work in dist.batch_isend_irecv(ops)]
+            differing = [axis for axis, (a, b) in enumerate(zip(me, peer, strict=True)) if a != b]
+            axis = differing[0] if len(differing) == 1 else mesh.ndim
+            by_group[axis].append(dist.P2POp(op, tensor, int(mesh.mesh[peer]), groups[axis]))
+    return [work for ops in by_group.values() if ops for work in dist.batch_isend_irecv(ops)]
+
+
+_opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_of_mesh: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _opened_groups(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, dist.ProcessGroup]:
+    """The groups of these axes and, for several, one of all ranks, at `mesh.ndim`.
+
+    On NCCL the first messages of a group must be met by all its ranks, and ours may not concern all: a
+    collective comes before them. Collective over `mesh` then.
+    """
+    device = device_of(mesh)
+    groups = {axis: mesh.get_group(axis) for axis in axes}
+    if len(axes) > 1:
+        groups[mesh.ndim] = _group_of(mesh, device)
+    for group in groups.values():
+        if group not in _opened and _torch.backend_name(group, device) == "nccl":
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            _opened.add(group)
+    return groups
+
+
+def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
+    """One of all the mesh's ranks: the default group, but on NCCL not where that has more."""
+    world = dist.group.WORLD
+    assert world is not None
+    if mesh.size() == world.size() or _torch.backend_name(world, device) != "nccl":
+        return world
+    if mesh not in _of_mesh:
+        _of_mesh[mesh] = _torch.new_group_of(mesh.mesh.flatten().tolist(), device) or world
+    return _of_mesh[mesh]

@@ -99,7 +99,7 @@ class GradBuffer:
         unused = [] if all_used else [index for index in self.trainable if index not in self._used]
         if unused:
             torch._foreach_zero_([place for index in unused for place in self._places_of(index)])
-        self._tails.copy_(_flags(self.trainable, unused).to(rows) if unused else self._all_used)
+        self._tails.copy_(_flags(self.trainable, unused, self.spec) if unused else self._all_used)
         self._rows = None
         self._used = set()
         return rows, not unused
@@ -117,7 +117,7 @@ class GradBuffer:
             self._buffer.free()
         else:  # not ours: what is cached must not keep them alive
             self._placed_in, self._places, self._gaps = None, {}, []
-            self._tails = self._all_used = torch.empty(0)
+            self._tails = torch.empty(0)
 
     def drop(self) -> None:
         """Forget what was not reduced: the iteration failed."""
@@ -141,6 +141,7 @@ class GradBuffer:
                 for index, segments in self._segments_of.items()
                 if self.params[index].sharding.unsharded is None and _is_whole(segments)
             }
+            self._all_used = _flags(trainable, (), self.spec)
         layout, spec = self.layout, self.spec
         if self.comm is not None:
             rows = self.comm.allocate((layout.numel,), dtype=spec.reduce_dtype, device=spec.device)
@@ -158,7 +159,6 @@ class GradBuffer:
             self._gaps = [rows.as_strided((g.num_rows, g.numel), strides, g.offset) for g in layout.gaps]
             tail = (layout.num_ranks, layout.tail_numel)
             self._tails = rows.as_strided(tail, strides, layout.row_numel - layout.tail_numel)
-            self._all_used = _flags(self.trainable, ()).to(rows)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         self._rows = rows
@@ -199,10 +199,11 @@ def _is_whole(segments: Sequence[Segment]) -> bool:
     return len(segments) == 1 and len(segments[0].size) <= 2
 
 
-def _flags(trainable: Sequence[int], unused: Sequence[int]) -> Tensor:
+def _flags(trainable: Sequence[int], unused: Sequence[int], spec: BucketSpec) -> Tensor:
     """(2 * num_trainable,): ones for what was used, then ones for what was not."""
     used = [float(index not in unused) for index in trainable]
-    return torch.tensor(used + [1.0 - flag for flag in used])
+    flags = torch.tensor(used + [1.0 - flag for flag in used], dtype=spec.reduce_dtype)
+    return flags.to(spec.device, non_blocking=True)  # else the host would wait for the stream
 
 
 def _refuse_switch(names: Sequence[str]) -> NoReturn:

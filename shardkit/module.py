@@ -50,8 +50,10 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return a handle at once; forward waits for it by itself.
         """
-        unit = self._unit
+        unit, tree = self._unit, self._unit.tree
         unit.is_pinned = unit.is_lent = True
+        if tree.forward_root is None and not tree.awaits_callback:  # no iteration has waited for the step
+            tree.streams.gather_after(tree.post_optim_event)
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)

@@ -82,6 +82,7 @@ class Reduction:
         """Wait for what is on the wire, and forget it: the backward that it came from has failed."""
         if self._rows is not None and self._pending is not None:
             self._pending.wait()
+        self.streams.wait(self._event)  # it may still read the rows, and write what is in `.grad` already
         self._rows = None
         self.bucket.grads.free()
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,8 +31,8 @@ class Streams:
     """The streams of one tree of units, shared by all of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.runs_ahead = device.type not in ("cpu", "meta")
-        self._module = torch.get_device_module(device.type) if self.runs_ahead else None
+        self._module = device_module(device)
+        self.runs_ahead = self._module is not None
         self.all_gather = self._new()
         self.reduce_scatter = self._new()
         self.all_reduce = self._new()
@@ -50,7 +51,7 @@ class Streams:
         if event is not None and self._module is not None:
             self._module.current_stream().wait_event(event)
 
-    def gather_after(self, event: torch.Event | None) -> None:
+    def gather_after(self, event: torch.Event | None = None) -> None:
         """Later gathers wait for `event`, or for all that the current stream was given (a step)."""
         if self._module is not None and self.all_gather is not None:
             self.all_gather.wait_event(event or self._module.current_stream().record_event())
@@ -79,3 +80,8 @@ class Streams:
 
     def _new(self) -> torch.Stream | None:
         return None if self._module is None else self._module.Stream(priority=-1)
+
+
+def device_module(device: torch.device) -> Any:
+    """torch's module of the device's streams, such as torch.cuda; None where all is done in order."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)

@@ -118,6 +118,7 @@ class Unit:
                 self.buckets = make_buckets(self.params, self.policy, self.buckets)
                 self.tree.rename()
         self._held = Held(self.params)
+        self.tree.streams.gather_after()  # the shards were written just now, maybe within an iteration
 
     def unshard(self) -> None:
         """Start to gather every bucket. Collective over the shard axis."""

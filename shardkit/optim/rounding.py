@@ -33,7 +33,7 @@ def round_stochastically(numbers: Tensor, place: Tensor, seed: int, step: int) -
 def random_bits(place: Tensor, seed: int, step: int) -> Tensor:
     """64 bits, int64, for each place, seed and step; equal arguments give equal bits on every device."""
     key = torch.tensor([_signed(seed), step], dtype=torch.int64)
-    seeded = _mixed(_mixed(key[:1] + GOLDEN) ^ (key[1:] * GOLDEN)).to(place.device)
+    seeded = int(_mixed(_mixed(key[:1] + GOLDEN) ^ (key[1:] * GOLDEN)))  # a copy would wait for the device
     return _mixed(place * GOLDEN + seeded)
 
 

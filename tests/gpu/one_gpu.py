@@ -7,6 +7,7 @@ body runs in a forked rank. That also gives every test fresh memory statistics.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -19,12 +20,30 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardkit.gather
 import shardkit.reduction
 from shardkit.collectives import Pending, Route
+from tests import VISIBLE_GPUS
 from tests.support.ranks import run_ranks
 
 T = TypeVar("T")
 
-# device_count asks the driver's library; is_available would start CUDA here.
-needs_gpu = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs an NVIDIA GPU; there is none")
+
+def show_gpus() -> None:
+    """Let this process see what `tests/__init__.py` hides."""
+    if VISIBLE_GPUS is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE_GPUS
+
+
+def num_gpus() -> int:
+    """How many there are; device_count asks the driver's library, and does not start CUDA here."""
+    show_gpus()
+    try:
+        return torch.cuda.device_count()
+    finally:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+needs_gpu = pytest.mark.skipif(num_gpus() == 0, reason="needs an NVIDIA GPU; there is none")
 
 
 def run_on_gpu(body: Callable[[], T], *, fake_ranks: int = 0, timeout: float = 110.0) -> T:
@@ -36,6 +55,7 @@ def run_on_gpu(body: Callable[[], T], *, fake_ranks: int = 0, timeout: float = 1
     """
 
     def on_rank(rank: int, world_size: int) -> T:
+        show_gpus()
         dist.destroy_process_group()
         torch.cuda.set_device(0)
         if fake_ranks:

@@ -69,6 +69,7 @@ def profile_step() -> tuple[int, int, int, int]:
     for module in (*model, model):
         fully_shard(module, mesh)
     model(x).sum().backward()  # what happens once is over
+    model.zero_grad()  # gradients that are added to would keep another stream busier than gathers do
     losses: list[torch.Tensor] = []
     counts: list[int] = []
     for run in (lambda: losses.append(model(x).sum()), lambda: losses[0].backward()):

@@ -52,11 +52,11 @@ def _counted() -> Iterator[list[int]]:
     """Elements that this rank receives and sends in point-to-point messages."""
     counts, original = [0, 0], moving._start
 
-    def start(sends, receives, mesh, me):  # type: ignore[no-untyped-def]
+    def start(sends, receives, mesh, me, axes):  # type: ignore[no-untyped-def]
         counts[0] += sum(tensor.numel() for _, tensor in receives)
         counts[1] += sum(tensor.numel() for _, tensor in sends)
         assert all(tensor.numel() for _, tensor in (*sends, *receives)), "an empty message"
-        return original(sends, receives, mesh, me)
+        return original(sends, receives, mesh, me, axes)
 
     moving._start = start
     try:
