@@ -43,8 +43,6 @@ class AdamWAlgorithm:
         """Raise ValueError for a setting out of range."""
         if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
             raise ValueError(f"betas: expected two numbers in [0, 1), got {group['betas']}.")
-        if group["eps"] < 0:
-            raise ValueError(f"eps: expected a number >= 0, got {group['eps']}.")
 
     def init_state(
         self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]

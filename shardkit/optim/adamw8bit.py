@@ -88,8 +88,6 @@ class AdamW8bitAlgorithm:
         tile, betas = group["tile"], group["betas"]
         expected = {
             "betas": (all(0 <= beta < 1 for beta in betas), "in [0, 1)"),
-            "eps": (group["eps"] >= 0, "at least 0"),
-            "weight_decay": (group["weight_decay"] >= 0, "at least 0"),
             "block": (group["block"] >= 2 and group["block"] % 2 == 0, "even and at least 2"),
             "bits": (
                 group["bits"] == 8 or (group["bits"] == 4 and group["format"] == "dynamic"),

@@ -47,7 +47,7 @@ class Algorithm(Protocol):
     state_settings: Sequence[str]
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError for settings that make no sense."""
+        """Raise ValueError for settings out of range; `settings.py` has seen of which kind they are."""
 
     def init_state(
         self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]

@@ -83,9 +83,6 @@ class BlockAlgorithm:
         for name in ("block", "update_every"):
             if group[name] < 1:
                 raise ValueError(f"{name}: expected at least 1, got {group[name]}.")
-        for name in ("eps", "weight_decay"):
-            if group[name] < 0:
-                raise ValueError(f"{name}: expected a number >= 0, got {group[name]}.")
         self.rule.check_group(group)
 
     def pieces(self, at: Placed, group: Group, dealer: Dealer) -> list[Piece]:

@@ -77,6 +77,8 @@ class MuonAlgorithm:
     """
 
     def __init__(self, orthogonalize: Orthogonalize | None = None) -> None:
+        if orthogonalize is not None and not callable(orthogonalize):
+            raise TypeError(f"orthogonalize: expected a function, or None, got {orthogonalize!r}.")
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = ("row_norm_beta2",)
         self.orthogonalize = orthogonalize

@@ -30,6 +30,7 @@ from shardkit.optim.loading import (
 from shardkit.optim.placed import check_contiguous, local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
+from shardkit.optim.settings import check_settings
 from shardkit.optim.teams import Member, OptimizerPlan, Team, agree, make_teams
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -77,8 +78,8 @@ class ShardedOptimizer(Optimizer):
                 f"replicas: expected one of {get_args(Replicas)}, and not 'shared' where every piece stays "
                 f"with placement='local'; got {replicas!r}, {placing!r}."
             )
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes}.")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}.")
         self.algorithm, self.algorithms = algorithm, algorithms
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
         self.replicas = replicas
@@ -91,7 +92,8 @@ class ShardedOptimizer(Optimizer):
         """Add a group, with state for each of its parameters: on meta for those on meta, until they are real.
 
         Raises:
-            ValueError: a setting or a parameter does not suit the group's algorithm; the group is left out.
+            TypeError, ValueError: a setting or a parameter does not suit the group's algorithm; the group is
+                left out.
         """
         name = param_group.setdefault("algorithm", self.algorithm)
         if name not in self.algorithms:
@@ -105,9 +107,6 @@ class ShardedOptimizer(Optimizer):
         finally:
             self.defaults = own
         try:
-            lr = self.param_groups[-1]["lr"]
-            if not lr >= 0:  # only here: a scheduler that ends a hair below may be saved and loaded
-                raise ValueError(f"lr: expected a number >= 0, got {lr}.")
             self._take(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
@@ -224,6 +223,9 @@ class ShardedOptimizer(Optimizer):
         """Check a new group and give its parameters their state."""
         dealer = copy.deepcopy(self._dealer)
         members = self._made_members(index, self.param_groups[index], {}, dealer)
+        lr = self.param_groups[index]["lr"]
+        if not lr >= 0:  # only here: a scheduler that ends a hair below may be saved and loaded
+            raise ValueError(f"lr: expected a number >= 0, got {lr}.")
         names = Counter(member.at.name for member in (*self._members.values(), *members.values()))
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"param {twice[0]!r}: two parameters have this name. Give each its own.")
@@ -237,7 +239,7 @@ class ShardedOptimizer(Optimizer):
     ) -> dict[Tensor, Member]:
         """The parameters of a group as its settings have them stepped; those in `before` lie as they did."""
         algorithm = self.algorithms[group["algorithm"]]
-        algorithm.check_group(group)
+        check_settings(group, algorithm)
         worker = algorithm if isinstance(algorithm, PieceAlgorithm) else None
         numbers = [f"{i} of group {index}" for i in range(len(group["params"]))]
         members = {}

@@ -122,7 +122,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
     for lr in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"lr: expected a number >= 0, got {lr}"):
             Muon([torch.zeros(2, 2)], lr=lr)
-    with pytest.raises(ValueError, match="bucket_bytes: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="bucket_bytes: expected a whole number of at least 1, got 0"):
         Muon([torch.zeros(2, 2)], bucket_bytes=0)
     with pytest.raises(ValueError, match="placement: expected 'auto' or 'local', got 'owner'"):
         Shampoo([torch.zeros(2, 2)], placement="owner")
