@@ -77,6 +77,7 @@ class BlockAlgorithm:
 
     def __init__(self, rule: BlockRule) -> None:
         self.rule, self.defaults, self.state_settings = rule, rule.defaults, rule.state_settings
+        self.adds_grads_to: str | None = None
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError for a setting out of range."""

@@ -81,6 +81,7 @@ class MuonAlgorithm:
             raise TypeError(f"orthogonalize: expected a function, or None, got {orthogonalize!r}.")
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = ("row_norm_beta2",)
+        self.adds_grads_to: str | None = "momentum_buffer"
         self.orthogonalize = orthogonalize
 
     def check_group(self, group: Group) -> None:
@@ -99,8 +100,8 @@ class MuonAlgorithm:
     def init_state(
         self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]
     ) -> dict[str, Tensor]:
-        """`momentum_buffer` like the parameter and, for NorMuon, `row_variance` with one number a row."""
-        state = {"momentum_buffer": torch.zeros_like(param)}
+        """`momentum_buffer` like the gradient and, for NorMuon, `row_variance` with one number a row."""
+        state = {"momentum_buffer": torch.zeros_like(param, dtype=param.grad_dtype)}
         if group["row_norm_beta2"] is not None:
             layout = row_layout(at.layout, group["flatten"])
             state["row_variance"] = at.zeros(layout, torch.float32, param.device)

@@ -310,6 +310,11 @@ class ShardedOptimizer(Optimizer):
     def _target(self, param: Tensor, member: Member) -> Target:
         own, group = local(param), member.group
         check_contiguous(member.at.name, own)  # `.to(memory_format=..)` may have come after the optimizer
-        grad = torch.zeros_like(own) if param.grad is None else local_grad(member.at.name, param)
         state = {key: local(value) for key, value in self.state[param].items()}
+        added_to = self.algorithms[group["algorithm"]].adds_grads_to
+        dtype = None if added_to is None else state[added_to].dtype
+        if param.grad is None:
+            grad = torch.zeros_like(own, dtype=dtype)
+        else:
+            grad = local_grad(member.at.name, param, dtype)
         return Target(member.at, own, grad.neg() if group["maximize"] else grad, state, group)
