@@ -38,6 +38,7 @@ class AdamWAlgorithm:
     def __init__(self) -> None:
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = ("amsgrad",)
+        self.plan_settings: Sequence[str] = ()
         self.adds_grads_to: str | None = "exp_avg"
 
     def check_group(self, group: Group) -> None:

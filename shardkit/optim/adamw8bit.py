@@ -78,6 +78,7 @@ class AdamW8bitAlgorithm:
     def __init__(self) -> None:
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = FORMAT_SETTINGS
+        self.plan_settings: Sequence[str] = ()
         self.adds_grads_to: str | None = None
         self._held: dict[str, Held] = {}
 

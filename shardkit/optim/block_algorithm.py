@@ -77,6 +77,7 @@ class BlockAlgorithm:
 
     def __init__(self, rule: BlockRule) -> None:
         self.rule, self.defaults, self.state_settings = rule, rule.defaults, rule.state_settings
+        self.plan_settings: Sequence[str] = ()
         self.adds_grads_to: str | None = None
 
     def check_group(self, group: Group) -> None:

@@ -81,6 +81,7 @@ class MuonAlgorithm:
             raise TypeError(f"orthogonalize: expected a function, or None, got {orthogonalize!r}.")
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = ("row_norm_beta2",)
+        self.plan_settings: Sequence[str] = ("heads", "split_rows", "flatten", "ns_dtype", "comm_dtype")
         self.adds_grads_to: str | None = "momentum_buffer"
         self.orthogonalize = orthogonalize
 

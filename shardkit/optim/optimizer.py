@@ -84,6 +84,7 @@ class ShardedOptimizer(Optimizer):
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
         self.replicas = replicas
         self._members: dict[Tensor, Member] = {}
+        self._fixed: list[tuple[Group, dict[str, object]]] = []  # settings that a step cannot follow
         self._dealer = Dealer()
         self._teams: tuple[Team, ...] | None = None  # None: to be made
         super().__init__(params, {**algorithms[algorithm].defaults, **settings})
@@ -114,6 +115,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with real state for what is real, and settings as plain values."""
+        self._require_fixed()
         self._settle()
         state_dict = super().state_dict()
         groups = [plain_settings(group) for group in state_dict["param_groups"]]
@@ -144,6 +146,7 @@ class ShardedOptimizer(Optimizer):
             for param, state in loaded.items():
                 copy_state(own[param], state)
 
+        self._require_fixed()
         self._require_real()
         hooks = (  # the last before and the first after, so that hooks of the user see and change all
             self.register_load_state_dict_pre_hook(take),
@@ -156,6 +159,7 @@ class ShardedOptimizer(Optimizer):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._require_fixed()
         self._settle()
         kept = ("algorithm", "algorithms", "placing", "bucket_bytes", "missing_grads", "replicas")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_members": {}}
@@ -175,9 +179,10 @@ class ShardedOptimizer(Optimizer):
         """Of a copy, a pickle or a state dict: the groups are new objects, and the members refer to them."""
         super().__setstate__(state)
         before, self._members, self._teams = self._members, {}, None
-        self._dealer = Dealer()
+        self._dealer, self._fixed = Dealer(), []
         for index, group in enumerate(self.param_groups):
             self._members |= self._made_members(index, group, before, self._dealer)
+            self._fixed.append((group, self._fixed_settings(group)))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -189,11 +194,16 @@ class ShardedOptimizer(Optimizer):
 
         Collective over the ranks that cut parameters which need exchange, and over replicas that share: all
         of them must call.
+
+        Raises:
+            TypeError, ValueError: a parameter is on meta, a gradient does not suit its parameter, or a group
+                has been given a setting that its state or plan cannot follow. Nothing has been stepped then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_fixed()
         self._require_real()
         teams = self._made_teams()
         for team in teams:
@@ -233,6 +243,8 @@ class ShardedOptimizer(Optimizer):
         self._members |= members
         self.state.update(states)
         self._dealer, self._teams = dealer, None
+        group = self.param_groups[index]
+        self._fixed.append((group, self._fixed_settings(group)))
 
     def _made_members(
         self, index: int, group: Group, before: Mapping[Tensor, Member], dealer: Dealer
@@ -254,6 +266,22 @@ class ShardedOptimizer(Optimizer):
         dealer = Dealer()
         for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
             self._made_members(index, {**group, "params": own["params"]}, self._members, dealer)
+
+    def _fixed_settings(self, group: Group) -> dict[str, object]:
+        """What state and pieces were made by; copies, as a list can be edited in place."""
+        algorithm = self.algorithms[group["algorithm"]]
+        names = ("algorithm", *algorithm.state_settings, *algorithm.plan_settings)
+        return {name: copy.copy(group[name]) for name in names}
+
+    def _require_fixed(self) -> None:
+        """Raise ValueError where a group has got another setting than its state and pieces were made by."""
+        for index, (group, fixed) in enumerate(self._fixed):
+            for name, value in fixed.items():
+                if group[name] != value:
+                    raise ValueError(
+                        f"group {index}: {name} was {value!r} when its state and plan were made, and they do "
+                        f"not follow it to {group[name]!r}. Set it back, or build a new optimizer."
+                    )
 
     def _settle(self) -> list[str]:
         """Give real state to parameters that have left meta; returns the names of those still on it."""

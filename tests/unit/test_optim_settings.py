@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -102,3 +104,56 @@ def test_every_setting_has_a_kind_and_no_kind_is_of_no_setting() -> None:
     optimizer = Muon([torch.zeros(4, 4)])
     settings = {name for algorithm in optimizer.algorithms.values() for name in algorithm.defaults}
     assert settings == KINDS.keys()
+
+
+FIXED: list[tuple[Make, str, object]] = [
+    (AdamW, "amsgrad", True),
+    (AdamW8bit, "bits", 4),
+    (AdamW8bit, "min_numel", 1),
+    (Muon, "row_norm_beta2", 0.95),
+    (Muon, "heads", 2),
+    (Muon, "split_rows", (2, 2)),
+    (Muon, "ns_dtype", torch.float32),
+    (Muon, "algorithm", "adamw"),
+    (Shampoo, "root", "qr"),
+    (Shampoo, "graft", "sgd"),
+    (SOAP, "block", 2),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value"), FIXED)
+def test_a_setting_that_state_or_plan_cannot_follow_is_told_of_by_all_that_use_them(
+    make: Make, name: str, value: object
+) -> None:
+    param = torch.zeros(4, 4)
+    optimizer = make([param])
+    saved, before = optimizer.state_dict(), optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    param.grad = torch.ones(4, 4)
+    words = f"group 0: {name} was {before!r} when its state and plan were made, .* to {value!r}"
+    uses = (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved))
+    for use in (*uses, lambda: copy.deepcopy(optimizer)):
+        with pytest.raises(ValueError, match=re.escape(words).replace(r"\.\*", ".*")):
+            use()
+    assert not param.any()
+    optimizer.param_groups[0][name] = before
+    optimizer.step()
+
+
+def test_a_setting_that_is_edited_in_place_is_told_of() -> None:
+    param = torch.zeros(4, 4)
+    optimizer = Muon([{"params": [param], "split_rows": [2, 2]}])
+    optimizer.param_groups[0]["split_rows"][:] = [1, 3]
+    with pytest.raises(ValueError, match=r"split_rows was \[2, 2\] .* to \[1, 3\]"):
+        optimizer.step()
+
+
+def test_settings_that_a_step_reads_may_be_edited() -> None:
+    """As schedules do; a loaded setting of the plan is followed, and then is the one that must stay."""
+    optimizer = Muon([torch.zeros(4, 4)])
+    optimizer.param_groups[0].update(lr=0.1, momentum=0.9, coefficients="polar_express", nesterov=False)
+    optimizer.step()
+    saved = Muon([{"params": [torch.zeros(4, 4)], "heads": 2}]).state_dict()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert [step.assignments[0].piece.rows for step in optimizer.plan().steps] == [2]
