@@ -74,7 +74,9 @@ def test_groups_go_into_one_optimizer_with_reasons() -> None:
     optimizer = Muon(groups, lr=0.01)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
-    assert "parameters elementwise" in str(optimizer.plan())
+    assert "parameters elementwise, where they lie: nothing travels" in str(optimizer.plan())
+    alone = Muon([{"params": [torch.zeros(3)], "algorithm": "adamw"}])
+    assert str(alone.plan()) == "1 parameter elementwise, where it lies: nothing travels"
     assert not any("blocks.0" in name for name in optimizer.param_groups[0]["param_names"])
 
 
