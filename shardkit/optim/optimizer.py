@@ -35,6 +35,7 @@ from shardkit.optim.teams import Member, OptimizerPlan, Team, agree, make_teams
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 MissingGrads = Literal["symmetric", "agree"]
+Planned = tuple[dict[Tensor, Member], Dealer]
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
@@ -85,6 +86,7 @@ class ShardedOptimizer(Optimizer):
         self.replicas = replicas
         self._members: dict[Tensor, Member] = {}
         self._fixed: list[tuple[Group, dict[str, object]]] = []  # settings that a step cannot follow
+        self._tried: Planned | None = None  # what a load has found possible, until its groups are there
         self._dealer = Dealer()
         self._teams: tuple[Team, ...] | None = None  # None: to be made
         super().__init__(params, {**algorithms[algorithm].defaults, **settings})
@@ -138,7 +140,7 @@ class ShardedOptimizer(Optimizer):
             groups = given["param_groups"]
             if len(groups) == len(self.param_groups):
                 groups = [read_settings(*pair) for pair in zip(self.param_groups, groups, strict=True)]
-                self._check_groups(groups)
+                self._tried = self._planned(groups)
             return {"state": {}, "param_groups": groups}
 
         def put(_: Optimizer) -> None:
@@ -155,6 +157,7 @@ class ShardedOptimizer(Optimizer):
         try:
             super().load_state_dict(dict(state_dict))
         finally:
+            self._tried = None
             for hook in hooks:
                 hook.remove()
 
@@ -162,7 +165,8 @@ class ShardedOptimizer(Optimizer):
         self._require_fixed()
         self._settle()
         kept = ("algorithm", "algorithms", "placing", "bucket_bytes", "missing_grads", "replicas")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_members": {}}
+        made_anew: dict[str, object] = {"_members": {}, "_tried": None}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **made_anew}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
         for param, member in self._members.items():
@@ -178,11 +182,11 @@ class ShardedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, a pickle or a state dict: the groups are new objects, and the members refer to them."""
         super().__setstate__(state)
-        before, self._members, self._teams = self._members, {}, None
-        self._dealer, self._fixed = Dealer(), []
-        for index, group in enumerate(self.param_groups):
-            self._members |= self._made_members(index, group, before, self._dealer)
-            self._fixed.append((group, self._fixed_settings(group)))
+        planned, self._dealer = self._tried or self._planned(self.param_groups)
+        pairs = [(param, group) for group in self.param_groups for param in group["params"]]
+        self._members = {param: replace(planned[param], group=group) for param, group in pairs}
+        self._fixed = [(group, self._fixed_settings(group)) for group in self.param_groups]
+        self._teams = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -261,11 +265,13 @@ class ShardedOptimizer(Optimizer):
             members[param] = Member(at, group, worker, pieces)
         return members
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
-        """Raise ValueError for settings that the parameters of these groups could not be stepped by."""
-        dealer = Dealer()
+    def _planned(self, groups: Sequence[Group]) -> Planned:
+        """All parameters as the settings of these groups, which may be saved ones, have them stepped."""
+        members, dealer = dict[Tensor, Member](), Dealer()
         for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            self._made_members(index, {**group, "params": own["params"]}, self._members, dealer)
+            of_group = {**group, "params": own["params"]}
+            members |= self._made_members(index, of_group, self._members, dealer)
+        return members, dealer
 
     def _fixed_settings(self, group: Group) -> dict[str, object]:
         """What state and pieces were made by; copies, as a list can be edited in place."""
