@@ -235,7 +235,7 @@ class Run:
         """One update; returns this rank's loss. The gradients stay until the next step."""
         warm_up, decay = (step + 1) / 20, 1.67 * (1 - step / self.options.steps)
         for group in optimizer.param_groups:
-            group["lr"] = (self.options.lr or RATES[self.options.optimizer]) * min(1.0, warm_up, decay)
+            group["lr"] = self.options.lr * min(1.0, warm_up, decay)
         optimizer.zero_grad()
         loss = self.loss(model, self.text.batch(step, self.options.batch // dist.get_world_size()))
         loss.backward()
@@ -379,6 +379,8 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="measure all strategies instead of training")
     parser.add_argument("--compare-steps", type=int, default=8, help="steps to time for each strategy")
     options = parser.parse_args()
+    if options.lr is None:
+        options.lr = RATES[options.optimizer]
 
     local_rank = int(os.environ["LOCAL_RANK"])
     on_cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
