@@ -132,6 +132,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: an algorithm, a setting that its state depends on, or the shape of a state is another
                 than this optimizer's, or a parameter is on meta. Nothing has been changed then.
+            TypeError: a saved setting is of another kind than it must be; nothing has been changed either.
         """
         own, loaded = self.state, dict[Tensor, Mapping[str, Any]]()
 
