@@ -41,7 +41,9 @@ from shardkit.optim import AdamW8bit, Muon, Shampoo, block_for, split_params
 CONTEXT = 64  # bytes that the model sees
 STRATEGIES = ("ddp", "full", "no-reshard", "hybrid")
 OptimizerName = Literal["adamw", "muon", "adamw8bit", "shampoo"]
-RATES: dict[OptimizerName, float] = {"adamw": 3e-3, "muon": 1.2e-2, "adamw8bit": 3e-3, "shampoo": 6e-3}
+# AdamW's and AdamW8bit's are the best of 0.75e-3, 1.5e-3, 3e-3 and 6e-3 in this very setting; of the others
+# no second rate has been tried here.
+RATES: dict[OptimizerName, float] = {"adamw": 1.5e-3, "muon": 1.2e-2, "adamw8bit": 1.5e-3, "shampoo": 6e-3}
 BETAS, WEIGHT_DECAY, SHAMPOO_BLOCK = (0.9, 0.95), 0.1, 256
 LAST_STEPS = 5  # trained twice: straight on, and from the checkpoint
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
