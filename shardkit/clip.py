@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardkit._torch import foreach_mul_, foreach_norm
+from shardkit._torch import backend_name, foreach_mul_, foreach_norm
+from shardkit.collectives import Op, Route, all_reduce
 from shardkit.mesh import device_of
 
 
@@ -57,6 +58,7 @@ def clip_grad_norm_(
     Raises:
         ValueError: `norm_type` is not positive.
         RuntimeError: `error_if_nonfinite` is set and the norm is not finite.
+        CollectiveTimeoutError: a rank died or did not call.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
@@ -144,7 +146,7 @@ def _reduce_over_axes(sums: dict[_Cut, Tensor], norm_type: float) -> None:
         if math.isinf(norm_type):
             _all_reduce_max(packed, group)
         else:
-            dist.all_reduce(packed, group=group)
+            _all_reduce(packed, group, dist.ReduceOp.SUM)
         sums.update(zip(cuts, packed, strict=True))
 
 
@@ -152,9 +154,14 @@ def _all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """The maximum in place, nan where any rank has one: gloo's own keeps a nan or loses it by rank order."""
     isnan = values.isnan()
     packed = torch.cat([values.nan_to_num(nan=0.0, posinf=math.inf), isnan.to(values.dtype)])
-    dist.all_reduce(packed, dist.ReduceOp.MAX, group)
+    _all_reduce(packed, group, dist.ReduceOp.MAX)
     largest, isnan = packed.chunk(2)
     values.copy_(largest.masked_fill(isnan > 0, math.nan))
+
+
+def _all_reduce(values: Tensor, group: dist.ProcessGroup, op: Op) -> None:
+    route = Route(group, backend_name(group, values.device), 0)
+    all_reduce(values, route, "clip_grad_norm_", op).wait()
 
 
 def _scale(params: Sequence[Tensor], factor: Tensor, one_by_one: bool) -> None:

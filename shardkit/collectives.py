@@ -28,6 +28,8 @@ from torch import Tensor
 from shardkit._torch import all_gather_single, backend_name, reduce_scatter_single
 from shardkit.errors import CollectiveTimeoutError
 
+Op = dist.ReduceOp.RedOpType
+
 _TAG_BASE = 0x5AD0_0000  # far from the tags that programs use for their own messages on the same group
 
 
@@ -129,30 +131,28 @@ def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending
 
 
 def reduce_scatter(
-    output: Tensor, rows: Tensor, route: Route, label: str, *, average: bool = False
+    output: Tensor, rows: Tensor, route: Route, label: str, op: Op = dist.ReduceOp.SUM
 ) -> Pending:
-    """Sum the ranks' buffers and keep this rank's row. Collective over `route.group`: all ranks must call.
+    """Reduce the ranks' buffers and keep this rank's row. Collective over `route.group`: all ranks must call.
 
     Args:
         output: (row_numel,).
         rows: (num_ranks, row_numel), contiguous; lost.
-        average: take the mean; only where the route can.
+        op: the sum, or the mean where the route can average.
     """
     if _active:
         _count("reduce_scatter", (route.group.size() - 1) * output.nbytes)
     if _is_pairwise(route):
         return _pairwise_reduce_scatter(output, rows, route, label)
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     reduce_scatter_single(output, rows.view(-1), op, route.group)
     return Pending([], "reduce_scatter", label, route)
 
 
-def all_reduce(tensor: Tensor, route: Route, label: str, *, average: bool = False) -> Pending:
-    """Sum `tensor` over the ranks, in place. Collective over `route.group`: all ranks must call."""
+def all_reduce(tensor: Tensor, route: Route, label: str, op: Op = dist.ReduceOp.SUM) -> Pending:
+    """Reduce `tensor` over the ranks, in place. Collective over `route.group`: all ranks must call."""
     if _active:
         size = route.group.size()
         _count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     is_async = tensor.device.type == "cpu"
     work = dist.all_reduce(tensor, op, group=route.group, async_op=is_async)
     return Pending([work] if is_async and work is not None else [], "all_reduce", label, route)

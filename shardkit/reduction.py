@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -55,6 +56,7 @@ class Reduction:
         self._layout: Layout = grads.layout
         self._trainable = grads.trainable
         self._division = _choose_division(bucket, options)
+        self._op = dist.ReduceOp.AVG if self._division.average else dist.ReduceOp.SUM
         self._event: torch.Event | None = None
         self._flags: tuple[torch.Event | None, Tensor] | None = None
         event = streams.mark()
@@ -106,12 +108,11 @@ class Reduction:
             return rows, None
         if comm is not None:
             row = comm.allocate((layout.row_numel,), dtype=rows.dtype, device=rows.device)
-            op = torch.distributed.ReduceOp.AVG if self._division.average else torch.distributed.ReduceOp.SUM
-            comm(output_tensor=row, input_tensor=rows, group=route.group, op=op, async_op=False)
+            comm(output_tensor=row, input_tensor=rows, group=route.group, op=self._op, async_op=False)
             return row, None
         row = empty_flat(layout.row_numel, rows.dtype, rows.device)
         rows = rows.view(layout.num_ranks, layout.row_numel)
-        return row, reduce_scatter(row, rows, route, self.bucket.label, average=self._division.average)
+        return row, reduce_scatter(row, rows, route, self.bucket.label, self._op)
 
     def _collect(self) -> None:
         """Everything after the reduce-scatter."""
@@ -133,7 +134,7 @@ class Reduction:
         with streams.on(stream):
             streams.wait(event)
             if self._replicas is not None and self.bucket.spec.axes.replicate_size > 1:
-                all_reduce(row, self._replicas, self.bucket.label, average=self._division.average).wait()
+                all_reduce(row, self._replicas, self.bucket.label, self._op).wait()
             if self._options.hook is not None:
                 self._options.hook(row[: self._layout.row_numel - self._layout.tail_numel])
             if self._division.after != 1:

@@ -38,13 +38,13 @@ class AdamWAlgorithm:
     def __init__(self) -> None:
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = ("amsgrad",)
+        self.plan_settings: Sequence[str] = ()
+        self.adds_grads_to: str | None = "exp_avg"
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError for a setting out of range."""
         if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
             raise ValueError(f"betas: expected two numbers in [0, 1), got {group['betas']}.")
-        if group["eps"] < 0:
-            raise ValueError(f"eps: expected a number >= 0, got {group['eps']}.")
 
     def init_state(
         self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]

@@ -78,6 +78,8 @@ class AdamW8bitAlgorithm:
     def __init__(self) -> None:
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = FORMAT_SETTINGS
+        self.plan_settings: Sequence[str] = ()
+        self.adds_grads_to: str | None = None
         self._held: dict[str, Held] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -88,8 +90,6 @@ class AdamW8bitAlgorithm:
         tile, betas = group["tile"], group["betas"]
         expected = {
             "betas": (all(0 <= beta < 1 for beta in betas), "in [0, 1)"),
-            "eps": (group["eps"] >= 0, "at least 0"),
-            "weight_decay": (group["weight_decay"] >= 0, "at least 0"),
             "block": (group["block"] >= 2 and group["block"] % 2 == 0, "even and at least 2"),
             "bits": (
                 group["bits"] == 8 or (group["bits"] == 4 and group["format"] == "dynamic"),

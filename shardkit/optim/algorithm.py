@@ -41,13 +41,18 @@ class Algorithm(Protocol):
     """One way to step; `defaults` are the settings of a group.
 
     `state_settings` names those that decide what a saved state means: only equal ones can load it.
+    `plan_settings` names those beside them that pieces follow from: a load can change them, a step cannot.
+    `adds_grads_to` names the state to which gradients are added as they are, so that they come in its dtype;
+    None where float32 is computed with, whatever they come in.
     """
 
     defaults: Mapping[str, object]
     state_settings: Sequence[str]
+    plan_settings: Sequence[str]
+    adds_grads_to: str | None
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError for settings that make no sense."""
+        """Raise ValueError for settings out of range; `settings.py` has seen of which kind they are."""
 
     def init_state(
         self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]

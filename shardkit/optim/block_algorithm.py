@@ -77,15 +77,14 @@ class BlockAlgorithm:
 
     def __init__(self, rule: BlockRule) -> None:
         self.rule, self.defaults, self.state_settings = rule, rule.defaults, rule.state_settings
+        self.plan_settings: Sequence[str] = ()
+        self.adds_grads_to: str | None = None
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError for a setting out of range."""
         for name in ("block", "update_every"):
             if group[name] < 1:
                 raise ValueError(f"{name}: expected at least 1, got {group[name]}.")
-        for name in ("eps", "weight_decay"):
-            if group[name] < 0:
-                raise ValueError(f"{name}: expected a number >= 0, got {group[name]}.")
         self.rule.check_group(group)
 
     def pieces(self, at: Placed, group: Group, dealer: Dealer) -> list[Piece]:

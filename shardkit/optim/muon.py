@@ -77,8 +77,12 @@ class MuonAlgorithm:
     """
 
     def __init__(self, orthogonalize: Orthogonalize | None = None) -> None:
+        if orthogonalize is not None and not callable(orthogonalize):
+            raise TypeError(f"orthogonalize: expected a function, or None, got {orthogonalize!r}.")
         self.defaults = DEFAULTS
         self.state_settings: Sequence[str] = ("row_norm_beta2",)
+        self.plan_settings: Sequence[str] = ("heads", "split_rows", "flatten", "ns_dtype", "comm_dtype")
+        self.adds_grads_to: str | None = "momentum_buffer"
         self.orthogonalize = orthogonalize
 
     def check_group(self, group: Group) -> None:
@@ -97,8 +101,8 @@ class MuonAlgorithm:
     def init_state(
         self, at: Placed, param: Tensor, group: Group, pieces: Sequence[Piece]
     ) -> dict[str, Tensor]:
-        """`momentum_buffer` like the parameter and, for NorMuon, `row_variance` with one number a row."""
-        state = {"momentum_buffer": torch.zeros_like(param)}
+        """`momentum_buffer` like the gradient and, for NorMuon, `row_variance` with one number a row."""
+        state = {"momentum_buffer": torch.zeros_like(param, dtype=param.grad_dtype)}
         if group["row_norm_beta2"] is not None:
             layout = row_layout(at.layout, group["flatten"])
             state["row_variance"] = at.zeros(layout, torch.float32, param.device)

@@ -30,10 +30,12 @@ from shardkit.optim.loading import (
 from shardkit.optim.placed import check_contiguous, local, local_grad, placed
 from shardkit.optim.planning import Placing
 from shardkit.optim.replicas import Replicas
+from shardkit.optim.settings import check_settings
 from shardkit.optim.teams import Member, OptimizerPlan, Team, agree, make_teams
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 MissingGrads = Literal["symmetric", "agree"]
+Planned = tuple[dict[Tensor, Member], Dealer]
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
@@ -77,12 +79,14 @@ class ShardedOptimizer(Optimizer):
                 f"replicas: expected one of {get_args(Replicas)}, and not 'shared' where every piece stays "
                 f"with placement='local'; got {replicas!r}, {placing!r}."
             )
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: expected at least 1, got {bucket_bytes}.")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: expected a whole number of at least 1, got {bucket_bytes!r}.")
         self.algorithm, self.algorithms = algorithm, algorithms
         self.placing, self.bucket_bytes, self.missing_grads = placing, bucket_bytes, missing_grads
         self.replicas = replicas
         self._members: dict[Tensor, Member] = {}
+        self._fixed: list[tuple[Group, dict[str, object]]] = []  # settings that a step cannot follow
+        self._tried: Planned | None = None  # what a load has found possible, until its groups are there
         self._dealer = Dealer()
         self._teams: tuple[Team, ...] | None = None  # None: to be made
         super().__init__(params, {**algorithms[algorithm].defaults, **settings})
@@ -91,7 +95,8 @@ class ShardedOptimizer(Optimizer):
         """Add a group, with state for each of its parameters: on meta for those on meta, until they are real.
 
         Raises:
-            ValueError: a setting or a parameter does not suit the group's algorithm; the group is left out.
+            TypeError, ValueError: a setting or a parameter does not suit the group's algorithm; the group is
+                left out.
         """
         name = param_group.setdefault("algorithm", self.algorithm)
         if name not in self.algorithms:
@@ -105,9 +110,6 @@ class ShardedOptimizer(Optimizer):
         finally:
             self.defaults = own
         try:
-            lr = self.param_groups[-1]["lr"]
-            if not lr >= 0:  # only here: a scheduler that ends a hair below may be saved and loaded
-                raise ValueError(f"lr: expected a number >= 0, got {lr}.")
             self._take(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
@@ -115,6 +117,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with real state for what is real, and settings as plain values."""
+        self._require_fixed()
         self._settle()
         state_dict = super().state_dict()
         groups = [plain_settings(group) for group in state_dict["param_groups"]]
@@ -129,6 +132,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: an algorithm, a setting that its state depends on, or the shape of a state is another
                 than this optimizer's, or a parameter is on meta. Nothing has been changed then.
+            TypeError: a saved setting is of another kind than it must be; nothing has been changed either.
         """
         own, loaded = self.state, dict[Tensor, Mapping[str, Any]]()
 
@@ -137,7 +141,7 @@ class ShardedOptimizer(Optimizer):
             groups = given["param_groups"]
             if len(groups) == len(self.param_groups):
                 groups = [read_settings(*pair) for pair in zip(self.param_groups, groups, strict=True)]
-                self._check_groups(groups)
+                self._tried = self._planned(groups)
             return {"state": {}, "param_groups": groups}
 
         def put(_: Optimizer) -> None:
@@ -145,6 +149,7 @@ class ShardedOptimizer(Optimizer):
             for param, state in loaded.items():
                 copy_state(own[param], state)
 
+        self._require_fixed()
         self._require_real()
         hooks = (  # the last before and the first after, so that hooks of the user see and change all
             self.register_load_state_dict_pre_hook(take),
@@ -153,13 +158,16 @@ class ShardedOptimizer(Optimizer):
         try:
             super().load_state_dict(dict(state_dict))
         finally:
+            self._tried = None
             for hook in hooks:
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._require_fixed()
         self._settle()
         kept = ("algorithm", "algorithms", "placing", "bucket_bytes", "missing_grads", "replicas")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, "_members": {}}
+        made_anew: dict[str, object] = {"_members": {}, "_tried": None}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}, **made_anew}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
         for param, member in self._members.items():
@@ -175,10 +183,11 @@ class ShardedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, a pickle or a state dict: the groups are new objects, and the members refer to them."""
         super().__setstate__(state)
-        before, self._members, self._teams = self._members, {}, None
-        self._dealer = Dealer()
-        for index, group in enumerate(self.param_groups):
-            self._members |= self._made_members(index, group, before, self._dealer)
+        planned, self._dealer = self._tried or self._planned(self.param_groups)
+        pairs = [(param, group) for group in self.param_groups for param in group["params"]]
+        self._members = {param: replace(planned[param], group=group) for param, group in pairs}
+        self._fixed = [(group, self._fixed_settings(group)) for group in self.param_groups]
+        self._teams = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -190,11 +199,16 @@ class ShardedOptimizer(Optimizer):
 
         Collective over the ranks that cut parameters which need exchange, and over replicas that share: all
         of them must call.
+
+        Raises:
+            TypeError, ValueError: a parameter is on meta, a gradient does not suit its parameter, or a group
+                has been given a setting that its state or plan cannot follow. Nothing has been stepped then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_fixed()
         self._require_real()
         teams = self._made_teams()
         for team in teams:
@@ -224,6 +238,9 @@ class ShardedOptimizer(Optimizer):
         """Check a new group and give its parameters their state."""
         dealer = copy.deepcopy(self._dealer)
         members = self._made_members(index, self.param_groups[index], {}, dealer)
+        lr = self.param_groups[index]["lr"]
+        if not lr >= 0:  # only here: a scheduler that ends a hair below may be saved and loaded
+            raise ValueError(f"lr: expected a number >= 0, got {lr}.")
         names = Counter(member.at.name for member in (*self._members.values(), *members.values()))
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"param {twice[0]!r}: two parameters have this name. Give each its own.")
@@ -231,13 +248,15 @@ class ShardedOptimizer(Optimizer):
         self._members |= members
         self.state.update(states)
         self._dealer, self._teams = dealer, None
+        group = self.param_groups[index]
+        self._fixed.append((group, self._fixed_settings(group)))
 
     def _made_members(
         self, index: int, group: Group, before: Mapping[Tensor, Member], dealer: Dealer
     ) -> dict[Tensor, Member]:
         """The parameters of a group as its settings have them stepped; those in `before` lie as they did."""
         algorithm = self.algorithms[group["algorithm"]]
-        algorithm.check_group(group)
+        check_settings(group, algorithm)
         worker = algorithm if isinstance(algorithm, PieceAlgorithm) else None
         numbers = [f"{i} of group {index}" for i in range(len(group["params"]))]
         members = {}
@@ -247,11 +266,29 @@ class ShardedOptimizer(Optimizer):
             members[param] = Member(at, group, worker, pieces)
         return members
 
-    def _check_groups(self, groups: Sequence[Group]) -> None:
-        """Raise ValueError for settings that the parameters of these groups could not be stepped by."""
-        dealer = Dealer()
+    def _planned(self, groups: Sequence[Group]) -> Planned:
+        """All parameters as the settings of these groups, which may be saved ones, have them stepped."""
+        members, dealer = dict[Tensor, Member](), Dealer()
         for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
-            self._made_members(index, {**group, "params": own["params"]}, self._members, dealer)
+            of_group = {**group, "params": own["params"]}
+            members |= self._made_members(index, of_group, self._members, dealer)
+        return members, dealer
+
+    def _fixed_settings(self, group: Group) -> dict[str, object]:
+        """What state and pieces were made by; copies, as a list can be edited in place."""
+        algorithm = self.algorithms[group["algorithm"]]
+        names = ("algorithm", *algorithm.state_settings, *algorithm.plan_settings)
+        return {name: copy.copy(group[name]) for name in names}
+
+    def _require_fixed(self) -> None:
+        """Raise ValueError where a group has got another setting than its state and pieces were made by."""
+        for index, (group, fixed) in enumerate(self._fixed):
+            for name, value in fixed.items():
+                if group[name] != value:
+                    raise ValueError(
+                        f"group {index}: {name} was {value!r} when its state and plan were made, and they do "
+                        f"not follow it to {group[name]!r}. Set it back, or build a new optimizer."
+                    )
 
     def _settle(self) -> list[str]:
         """Give real state to parameters that have left meta; returns the names of those still on it."""
@@ -308,6 +345,11 @@ class ShardedOptimizer(Optimizer):
     def _target(self, param: Tensor, member: Member) -> Target:
         own, group = local(param), member.group
         check_contiguous(member.at.name, own)  # `.to(memory_format=..)` may have come after the optimizer
-        grad = torch.zeros_like(own) if param.grad is None else local_grad(member.at.name, param)
         state = {key: local(value) for key, value in self.state[param].items()}
+        added_to = self.algorithms[group["algorithm"]].adds_grads_to
+        dtype = None if added_to is None else state[added_to].dtype
+        if param.grad is None:
+            grad = torch.zeros_like(own, dtype=dtype)
+        else:
+            grad = local_grad(member.at.name, param, dtype)
         return Target(member.at, own, grad.neg() if group["maximize"] else grad, state, group)

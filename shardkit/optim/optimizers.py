@@ -56,6 +56,7 @@ class Muon(ShardedOptimizer):
 
     Raises:
         ValueError: a parameter that is no matrix, or a setting out of range.
+        TypeError: a setting of another kind.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class AdamW(ShardedOptimizer):
 
     Raises:
         ValueError: a setting out of range.
+        TypeError: a setting of another kind.
         NotImplementedError: capturable or differentiable.
     """
 
@@ -147,7 +149,7 @@ class AdamW(ShardedOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": maximize,
-            "fused": bool(fused),
+            "fused": fused,
         }
         super().__init__(params, algorithm="adamw", algorithms=_algorithms(None), settings=settings)
 
@@ -182,7 +184,7 @@ class AdamW8bit(ShardedOptimizer):
 
     Raises:
         ValueError: a setting is out of range, or a shard cuts a block of a parameter.
-        TypeError: a parameter is not real.
+        TypeError: a parameter is not real, or a setting is of another kind.
         NotImplementedError: two mesh axes cut the columns of a parameter, or the rows of its tiles.
     """
 
@@ -256,6 +258,7 @@ class Shampoo(ShardedOptimizer):
 
     Raises:
         ValueError: a setting out of range; with "local", at the first plan() or step(), a block that is cut.
+        TypeError: a setting of another kind.
     """
 
     def __init__(
@@ -316,6 +319,7 @@ class SOAP(ShardedOptimizer):
 
     Raises:
         ValueError: a setting out of range; with "local", at the first plan() or step(), a block that is cut.
+        TypeError: a setting of another kind.
     """
 
     def __init__(

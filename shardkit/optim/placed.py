@@ -108,10 +108,11 @@ def local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def local_grad(name: str, param: Tensor) -> Tensor:
-    """This rank's part of the gradient, contiguous.
+def local_grad(name: str, param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's part of the gradient, contiguous, in a dtype or in its own.
 
     Raises:
+        TypeError: its values do not all fit into that.
         ValueError: the gradient lies otherwise than the parameter, or is sparse.
     """
     grad = param.grad
@@ -123,7 +124,13 @@ def local_grad(name: str, param: Tensor) -> Tensor:
             f"param {name!r}: expected its gradient to lie as it does, {drawn(param)}, got {drawn(grad)}. "
             "Redistribute the gradient before step()."
         )
-    return wait_async(local(grad)).contiguous()
+    dtype = dtype or grad.dtype
+    if grad.dtype != dtype and torch.promote_types(grad.dtype, dtype) != dtype:
+        raise TypeError(
+            f"param {name!r}: it is {param.dtype} and its gradient {grad.dtype}, which its state would round "
+            f"to {dtype}. Keep the parameter in {grad.dtype}, or cast the gradient before step()."
+        )
+    return wait_async(local(grad)).to(dtype).contiguous()
 
 
 def lie_alike(a: Tensor, b: Tensor) -> bool:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import spec_of
+from shardkit._torch import backend_name, spec_of
 from shardkit.boxes import Layout, local_boxes
+from shardkit.collectives import Route, all_reduce
 from shardkit.optim.placed import local
 from shardkit.specs import coordinate_of, layout_of
 
@@ -61,6 +62,7 @@ def qk_clip_(
     Raises:
         ValueError: no projection, heads that divide neither the rows nor the logits, a bound not above zero,
             or a weight that is not contiguous.
+        CollectiveTimeoutError: a rank died or did not call.
     """
     if not tau > 0:
         raise ValueError(f"qk_clip_: expected tau > 0, got {tau}.")
@@ -70,8 +72,10 @@ def qk_clip_(
         _check(projection)
     maxima = torch.cat([p.max_logits.detach().reshape(-1).float() for p in projections])
     maxima = torch.where(maxima.isfinite(), maxima, -torch.inf)
-    if dist.is_initialized():
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    group = group or dist.group.WORLD
+    if group is not None:
+        route = Route(group, backend_name(group, maxima.device), 0)
+        all_reduce(maxima, route, "qk_clip_", dist.ReduceOp.MAX).wait()
     sizes = [projection.max_logits.numel() for projection in projections]
     for projection, logits in zip(projections, maxima.split(sizes), strict=True):
         by_head = logits.view(projection.num_heads, -1).amax(dim=1)  # (num_heads,)

@@ -2,7 +2,9 @@
 
 Muon, Shampoo and SOAP are for the matrices inside a network; embeddings, output heads, gains and biases are
 AdamW's (Jordan et al., 2024). Sending an embedding to Muon is the most common mistake and no error shows it,
-so every parameter needs a rule here, and one without raises.
+so every parameter needs a rule here, and one without raises. Embeddings are known by their module, or by
+their own name where a module keeps them as a bare parameter, as `pos_embed` of shape (1, time, dim): its rows
+are added to activations and multiply none.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ AlgorithmName = Literal["muon", "shampoo", "soap", "adamw8bit", "adamw"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_MATRICES = ("muon", "shampoo", "soap")  # the algorithms that take three dims for a stack
+_POSITIONS = {"pos", "position", "positions", "positional"}
 _HEADS = ("head", "lm_head", "output", "classifier", "unembed", "unembedding", "score")
 
 
@@ -131,6 +134,8 @@ def _route(model: nn.Module, name: str, param: Tensor, algorithm: AlgorithmName)
         return Routed("adamw", "a vector: a bias, a gain, or a matrix of one row or column")
     if last in _HEADS or leaf in _HEADS:
         return Routed("adamw", "an output head, by its name")
+    if "embed" in leaf or _POSITIONS.intersection(leaf.split("_")):
+        return Routed("adamw", "an embedding, by its name")
     if isinstance(module, _CONVOLUTIONS):
         return Routed(algorithm, "a convolution, taken as (out, rest)")
     if param.ndim == 2:

@@ -64,8 +64,6 @@ class ShampooRule:
             raise ValueError(f"betas: expected numbers in [0, 1) and (0, 1], got {group['betas']}.")
         if group["start"] is not None and group["start"] < 1:
             raise ValueError(f"start: expected a step of at least 1, or None, got {group['start']}.")
-        if group["graft_eps"] < 0:
-            raise ValueError(f"graft_eps: expected a number >= 0, got {group['graft_eps']}.")
         if group["graft"] not in ("adam", "rmsprop", "sgd", None):
             raise ValueError(f"graft: expected 'adam', 'rmsprop', 'sgd' or None, got {group['graft']!r}.")
         if group["root"] not in ROOT_FLOPS:

@@ -55,8 +55,9 @@ class OptimizerPlan:
 
     def __str__(self) -> str:
         tables = [str(step) for step in self.steps]
-        if self.elementwise:
-            tables.append(f"{len(self.elementwise)} parameters elementwise, where they lie: nothing travels")
+        if count := len(self.elementwise):
+            parameters, where = ("parameter", "it lies") if count == 1 else ("parameters", "they lie")
+            tables.append(f"{count} {parameters} elementwise, where {where}: nothing travels")
         return "\n\n".join(tables)
 
 

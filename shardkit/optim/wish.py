@@ -20,6 +20,7 @@ from shardkit.optim.placed import planned
 from shardkit.optim.planning import Placing, StepPlan
 from shardkit.optim.replicas import Replicas
 from shardkit.optim.routing import AlgorithmName
+from shardkit.optim.settings import check_settings
 from shardkit.optim.shampoo import ShampooRule
 from shardkit.optim.teams import Member, make_teams
 from shardkit.placement import Blocks, RaggedShard, block_numel
@@ -133,7 +134,7 @@ def _plan(
     if unknown := settings.keys() - algorithm.defaults.keys():
         raise ValueError(f"settings: expected some of {sorted(algorithm.defaults)}, got {sorted(unknown)}.")
     group, dealer = {**algorithm.defaults, **settings}, Dealer()
-    algorithm.check_group(group)
+    check_settings(group, algorithm)
     members = []
     for name, layout in layouts.items():
         at = planned(name, layout)

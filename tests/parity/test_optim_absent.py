@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -11,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 import shardkit.optim.teams
-from shardkit import Blocks, fully_shard
+from shardkit import Blocks, clip_grad_norm_, fully_shard
 from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
-from shardkit.optim import Muon
+from shardkit.optim import Muon, Projection, qk_clip_
 from tests.parity.test_muon import Net, assert_same, give_grads, matrices, sharded
 from tests.support.deaths import die, leaving_word, word_of
 from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
@@ -207,3 +208,34 @@ def test_ranks_with_other_settings_are_told_so_before_any_message(
         optimizer.step()
 
     errors_on_all_ranks(run, 2, PlanMismatchError, "optimizer step", FOUND_IN[setting])
+
+
+CLIPS: Mapping[str, Callable[[Tensor], object]] = {
+    "clip_grad_norm_": lambda weight: clip_grad_norm_(weight, 1.0),
+    "clip_grad_norm_, maximum": lambda weight: clip_grad_norm_(weight, 1.0, math.inf),
+    "qk_clip_": lambda weight: qk_clip_([Projection("q", weight, torch.ones(4), 4)]),
+}
+
+
+@pytest.mark.parametrize("call", CLIPS)
+def test_a_rank_that_dies_before_gradients_or_logits_are_clipped_is_told_of(
+    call: str, tmp_path: Path
+) -> None:
+    def run(rank: int, world_size: int) -> None:
+        (weight,) = sharded(matrices(0, [(8, 6)]), init_device_mesh("cpu", (3,)), lambda i, shape: [Shard(0)])
+        give_grads([weight], matrices(1, [(8, 6)]))
+        CLIPS[call](weight)
+        if rank == 1:
+            die()
+        time.sleep(0.3)  # its connections are closed by now
+        with leaving_word(tmp_path, rank):
+            CLIPS[call](weight)
+
+    with pytest.raises(RankError, match="A peer died"):
+        run_ranks(run, 3)
+    label, _, _ = call.partition(",")
+    for rank in (0, 2):
+        seconds, message = word_of(tmp_path, rank)
+        assert seconds < SOON_S, message
+        told = f"CollectiveTimeoutError: {label}: all_reduce over ranks [0, 1, 2] failed on rank {rank}: "
+        assert message.startswith(told), message

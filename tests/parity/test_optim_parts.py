@@ -65,6 +65,28 @@ def test_an_output_head_is_known_by_its_shape_where_only_it_has_that_of_the_embe
     assert algorithms(Renamed((40, 16), (40, 16)))["layers.1.weight"] == "muon"
 
 
+class Bare(nn.Module):
+    """Tables and weights that no layer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.zeros(1, 16, 8))
+        self.class_embedding = nn.Parameter(torch.zeros(10, 8))
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(9, 4))
+        self.rel_pos_2d = nn.Parameter(torch.zeros(1, 8, 4, 4))
+        self.only_expert = nn.Parameter(torch.zeros(1, 16, 8))
+        self.composition = nn.Parameter(torch.zeros(8, 8))
+        self.patch_embed = nn.Linear(12, 8, bias=False)
+
+
+def test_an_embedding_that_is_a_bare_parameter_is_known_by_its_name() -> None:
+    routed = route_params(Bare())
+    tables = ("pos_embed", "class_embedding", "relative_position_bias_table", "rel_pos_2d")
+    assert {routed[name] for name in tables} == {("adamw", "an embedding, by its name")}
+    assert routed["only_expert"] == ("muon", "a stack of matrices, taken one by one")
+    assert routed["composition"] == routed["patch_embed.weight"] == ("muon", "a matrix")
+
+
 def test_groups_go_into_one_optimizer_with_reasons() -> None:
     groups = split_params(Transformer(), overrides={"blocks.0": "adamw"})
     assert [group["algorithm"] for group in groups] == ["muon", "adamw"]
@@ -74,7 +96,9 @@ def test_groups_go_into_one_optimizer_with_reasons() -> None:
     optimizer = Muon(groups, lr=0.01)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
-    assert "parameters elementwise" in str(optimizer.plan())
+    assert "parameters elementwise, where they lie: nothing travels" in str(optimizer.plan())
+    alone = Muon([{"params": [torch.zeros(3)], "algorithm": "adamw"}])
+    assert str(alone.plan()) == "1 parameter elementwise, where it lies: nothing travels"
     assert not any("blocks.0" in name for name in optimizer.param_groups[0]["param_names"])
 
 
@@ -122,7 +146,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
     for lr in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"lr: expected a number >= 0, got {lr}"):
             Muon([torch.zeros(2, 2)], lr=lr)
-    with pytest.raises(ValueError, match="bucket_bytes: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="bucket_bytes: expected a whole number of at least 1, got 0"):
         Muon([torch.zeros(2, 2)], bucket_bytes=0)
     with pytest.raises(ValueError, match="placement: expected 'auto' or 'local', got 'owner'"):
         Shampoo([torch.zeros(2, 2)], placement="owner")

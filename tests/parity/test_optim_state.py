@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardkit import Blocks, fully_shard, materialize_
 from shardkit.checkpoint import set_optimizer_state_dict
 from shardkit.optim import SOAP, AdamW, AdamW8bit, Muon, Shampoo
+from shardkit.optim.algorithm import PieceAlgorithm
 from shardkit.optim.optimizer import ShardedOptimizer
 from tests.parity.test_muon import give_grads, matrices
 from tests.support.ranks import errors_on_all_ranks, run_ranks
@@ -126,6 +127,24 @@ def test_settings_of_a_loaded_state_dict_are_those_of_the_next_steps() -> None:
     optimizer.param_groups[0]["lr"] = 0.1  # as a scheduler does
     steps(optimizer, 2)
     assert (optimizer.param_groups[0]["params"][0] != 1).any()
+
+
+def test_a_load_plans_every_parameter_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, other = mixed(Weights()), mixed(Weights())
+    saved, planned = other.state_dict(), list[str]()
+
+    def counted(pieces: Callable[..., object]) -> Callable[..., object]:
+        return lambda at, group, dealer: planned.append(at.name) or pieces(at, group, dealer)
+
+    for algorithm in optimizer.algorithms.values():
+        if isinstance(algorithm, PieceAlgorithm):
+            monkeypatch.setattr(algorithm, "pieces", counted(algorithm.pieces))
+    optimizer.load_state_dict(saved)
+    assert sorted(planned) == ["w0", "w1", "w4", "w5"]
+    for one in (optimizer, other):
+        one.param_groups[0]["lr"] = 0.1  # the groups that a step reads are those that were loaded
+        steps(one, 1)
+    assert_equal(optimizer, other)
 
 
 def test_settings_that_were_not_saved_stay() -> None:
