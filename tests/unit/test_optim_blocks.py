@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from functools import cache
+from itertools import combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +16,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardkit.boxes import Layout, local_boxes
 from shardkit.optim import block_for, ragged_layouts, shampoo_plan
 from shardkit.optim.block_algorithm import BlockAlgorithm
-from shardkit.optim.blocks import Dealer, grid_of, stack_layout
-from shardkit.optim.pieces import Piece, Region
+from shardkit.optim.blocks import BlockGrid, Dealer, grid_of, stack_layout
+from shardkit.optim.pieces import Piece, Region, Share, shares_of
 from shardkit.optim.placed import Placed, planned
 from shardkit.optim.planning import plan_step
+from shardkit.optim.runs import Starts, cut_runs
 from shardkit.optim.shampoo import ShampooRule
 from shardkit.placement import Blocks, RaggedShard
 from tests.unit.test_optim_plan import units_of
@@ -56,6 +59,54 @@ def test_the_blocks_of_a_cut_band_go_to_its_holders_in_order() -> None:
     at = planned("w", layout)
     state = stack_layout(at, grid_of("w", layout.shape, 16), pieces_of(at, 16), (16, 16))
     assert state.shape == (3, 2, 16, 16) and state.placements == (RaggedShard((0, 1), (3, 3)),)
+
+
+def test_ranks_with_less_than_a_row_own_blocks_that_they_hold() -> None:
+    """The first four ranks hold row 0, the others row 1, of one band of four blocks."""
+    layout = Layout((2, 64), (8,), (RaggedShard((0, 1), (16,) * 8),))
+    found = owners(layout, 16)
+    assert found == sorted(found)
+    assert all(rank % 4 == column for column, rank in enumerate(found))
+
+
+def test_runs_are_cut_where_the_least_travels() -> None:
+    """Six blocks of two ranks, of which the second may start at block 2, 3 or 4."""
+    starts = [Starts(2, [0.0, 0.5, 1.0])]
+    assert cut_runs([1.0] * 6, starts, [3.0, 4.0]) == [0, 2, 6]
+    assert cut_runs([1.0] * 6, starts, [3.0, 3.5]) == [0, 3, 6]
+    assert cut_runs([1.0] * 6, starts, [3.5, 2.5]) == [0, 3, 6]  # both may do half a block more then
+    assert cut_runs([1.0] * 6, starts, [0.0, 0.0]) == [0, 2, 6]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_other_runs_within_the_rooms_let_less_travel(data: st.DataObject) -> None:
+    num_blocks, num_ranks = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))
+    costs = data.draw(st.lists(st.integers(1, 3).map(float), min_size=num_blocks, max_size=num_blocks))
+    price = st.integers(0, 9).map(float)
+    starts = [
+        Starts(0, data.draw(st.lists(price, min_size=num_blocks + 1, max_size=num_blocks + 1)))
+        for _ in range(num_ranks - 1)
+    ]
+    rooms = data.draw(st.lists(st.integers(0, 9).map(float), min_size=num_ranks, max_size=num_ranks))
+    found = cut_runs(costs, starts, rooms)
+
+    def price_of(cuts: Sequence[int]) -> float:
+        return sum(start.prices[cut] for start, cut in zip(starts, cuts[1:-1], strict=True))
+
+    def excess_of(cuts: Sequence[int]) -> float:
+        return max(sum(costs[a:b]) - room for (a, b), room in zip(pairwise(cuts), rooms, strict=True))
+
+    ways = [
+        (0, *cuts, num_blocks) for cuts in combinations_with_replacement(range(num_blocks + 1), num_ranks - 1)
+    ]
+    allowed = next(
+        extra
+        for extra in (0.0, *(max(costs) / 2 * 2**i for i in range(9)))
+        if any(excess_of(way) <= extra for way in ways)
+    )
+    assert excess_of(found) <= allowed
+    assert price_of(found) == min(price_of(way) for way in ways if excess_of(way) <= allowed)
 
 
 def test_columns_that_are_cut_between_blocks_stay_where_they_are() -> None:
@@ -143,28 +194,66 @@ def test_what_a_parameter_is_dealt_does_not_depend_on_later_ones() -> None:
     assert [piece.number for piece in alone] == numbers[2]  # by name, whatever came before
 
 
-# (block, ranks, layers a unit) -> GB a rank in the mean, balance: Llama-3-8B as counted with the hybrid rule,
-# which lets any rank own any block. What is dealt in runs to holders alone may send 5 % more.
-@pytest.mark.parametrize(
-    ("block", "num_ranks", "layers_per_unit", "mean_gb", "balance"),
-    [
-        (1024, 8, 1, 0.403, 1.08),
-        (1024, 64, 1, 0.417, 1.10),
-        (1024, 512, 1, 0.101, 1.23),
-        (1024, 8, 4, 0.0, 1.0),
-        (1024, 64, 4, 0.095, 1.10),
-        (1024, 512, 4, 0.080, 1.23),
-        (2048, 64, 4, 0.254, 1.10),
-        (512, 64, 4, 0.066, 1.105),
-    ],
-)
+# GB that a rank sends in the mean, busiest over mean cost of roots: Llama-3-8B as counted with the hybrid
+# rule, which lets any rank own any block
+COUNTED = """
+    block  layers    8 ranks        64 ranks       512 ranks
+    256    1         .067  1.08     .107  1.09     .076  1.08
+    256    4         0     1.00     .015  1.08     .033  1.08
+    512    4         0     1.00     .066  1.10     .052  1.08
+    1024   1         .403  1.08     .417  1.08     .101  1.23
+    1024   4         0     1.00     .095  1.08     .080  1.23
+    2048   4         0     1.00     .254  1.07     .090  2.14
+"""
+ROWS_COUNTED = [
+    (int(block), int(layers), num_ranks, *figures[2 * i : 2 * i + 2])
+    for block, layers, *figures in map(str.split, COUNTED.strip().splitlines()[1:])
+    for i, num_ranks in enumerate((8, 64, 512))
+]
+# What is missed. Owners that hold part of what they own, with at most 112 blocks for 104, send .4196 GB at
+# least: a linear programme over all blocks and holders. With 2048, 512 ranks balance at 1.22, not 2.14.
+MORE = {(1024, 1, 64): ".420", (2048, 4, 512): ".091"}
+
+
+def dealt(layouts: dict[str, Layout], block: int) -> tuple[float, float]:
+    """GB a rank in the mean and busiest over mean, as a plan has them; what lies alike is read once."""
+
+    @cache
+    def read(layout: Layout) -> tuple[BlockGrid, list[tuple[Share, ...]]]:
+        at, grid = planned("w", layout), grid_of("w", layout.shape, block)
+        return grid, [shares_of(layout, b.region, at.axes, at.me) for b in grid.blocks]
+
+    dealer, rule, sent, loads = Dealer(), ShampooRule(), 0, Counter[int]()
+    num_ranks = next(iter(layouts.values())).mesh_shape[0]
+    for layout in layouts.values():
+        grid, shares = read(layout)
+        costs = [rule.flops(b.rows, b.cols, dict(rule.defaults)) for b in grid.blocks]
+        homes = dealer.deal(planned("w", layout), grid, shares, costs)
+        for b, held, home in zip(grid.blocks, shares, homes, strict=True):
+            kept = sum(share.numel for share in held if share.holder == home.rank)
+            sent += 2 * 4 * (b.rows * b.cols - kept)
+            loads[home.rank] += b.rows**3 + b.cols**3
+    return sent / num_ranks / 1e9, max(loads.values()) * num_ranks / loads.total()
+
+
+@pytest.mark.parametrize(("block", "layers_per_unit", "num_ranks", "mean_gb", "balance"), ROWS_COUNTED)
 def test_bytes_and_balance_of_llama(
-    block: int, num_ranks: int, layers_per_unit: int, mean_gb: float, balance: float
+    block: int, layers_per_unit: int, num_ranks: int, mean_gb: str, balance: str
 ) -> None:
     layouts = ragged_layouts(units_of("llama", layers_per_unit), num_ranks, Blocks.elements())
-    found = shampoo_plan(layouts, block=block).balance
-    assert found.mean_sent_bytes / 1e9 <= 1.05 * mean_gb
-    assert found.max_over_mean_flops <= balance
+    mean_gb = MORE.get((block, layers_per_unit, num_ranks), mean_gb)
+    for figure, text in zip(dealt(layouts, block), (mean_gb, balance), strict=True):
+        last_digit = 10.0 ** -len(text.partition(".")[2]) if "." in text else 0.0
+        assert figure <= float(text) + 0.5001 * last_digit
+
+
+def test_what_is_dealt_is_what_a_plan_sends() -> None:
+    layouts = ragged_layouts(units_of("llama", 4), 64, Blocks.elements())
+    found = shampoo_plan(layouts).balance
+    assert dealt(layouts, 1024) == (
+        pytest.approx(found.mean_sent_bytes / 1e9),
+        pytest.approx(found.max_over_mean_flops),
+    )
 
 
 def test_runs_of_holders_send_no_more_than_owners_of_any_kind() -> None:
