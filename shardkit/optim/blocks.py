@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from shardkit.optim.pieces import (
     Matrix,
     Piece,
     Region,
-    Share,
+    Shares,
     coordinates_on,
     matrices_of,
     num_stack_dims,
@@ -79,7 +80,12 @@ def grid_of(name: str, shape: Sequence[int], block: int, flatten: bool | None = 
     Raises:
         ValueError: the parameter has fewer than two dims.
     """
-    matrices = matrices_of(name, shape, flatten=flatten)
+    return _cut(matrices_of(name, shape, flatten=flatten), tuple(shape), block, flatten)
+
+
+@lru_cache(maxsize=256)
+def _cut(matrices: tuple[Matrix, ...], shape: tuple[int, ...], block: int, flatten: bool | None) -> BlockGrid:
+    """The grid, in common to the parameters of all layers."""
     num_stack = num_stack_dims(shape, flatten)
     num_rows, num_cols, *inner = shape[num_stack:]
     inner_numel = max(1, math.prod(inner))
@@ -109,7 +115,7 @@ class Dealer:
     _ledgers: dict[tuple[int, ...], _Ledger] = field(default_factory=dict)
 
     def deal(
-        self, at: Placed, grid: BlockGrid, shares: Sequence[Sequence[Share]], flops: Sequence[float]
+        self, at: Placed, grid: BlockGrid, shares: Sequence[Shares], flops: Sequence[float]
     ) -> tuple[Home, ...]:
         """The homes of the blocks of the next parameter, equal on all its ranks.
 
@@ -122,21 +128,20 @@ class Dealer:
         num_ranks = len(at.ranks)
         ledger = self._ledgers.setdefault(at.ranks, _Ledger([0.0] * num_ranks, [0.0] * num_ranks))
         homes: dict[int, Home] = {}
-        for column in _columns(at, grid):
-            for number in column.blocks:
-                if all(share.holder not in column.ranks for share in shares[number]):
-                    column = column._replace(in_order=False)  # a tensor-parallel cut between edges of blocks
+        for column in _columns(at.layout, at.axes, at.me, grid):
+            if any(shares[number].numel_of.keys().isdisjoint(column.ranks) for number in column.blocks):
+                column = column._replace(in_order=False)  # a tensor-parallel cut between edges of blocks
             homes |= _Dealing(column, ledger, shares, flops).homes()
         return tuple(homes[number] for number in range(len(grid.blocks)))
 
 
 def stack_layout(at: Placed, grid: BlockGrid, pieces: Sequence[Piece], size: tuple[int, int]) -> Layout:
     """Where state of `size` (rows, cols) a block lies, one tensor over all blocks: with their owners."""
-    run_axis, placements = _axes_of_stack(at, grid)
+    run_axis, placements = _axes_of_stack(at.layout, at.axes, grid)
     if run_axis is not None:
         counts = Counter(piece.home.rank for piece in pieces if piece.home is not None)
         me = coordinates_on(at.layout, at.axes, at.me).index(at.me)
-        mine = next(column for column in _columns(at, grid) if me in column.ranks)
+        mine = next(c for c in _columns(at.layout, at.axes, at.me, grid) if me in c.ranks)
         units = tuple(counts[rank] for rank in mine.ranks)
         placements[run_axis] = RaggedShard(tuple(range(len(grid.shape))), units)
     return Layout((*grid.shape, *size), at.layout.mesh_shape, tuple(placements))
@@ -154,7 +159,7 @@ class _Dealing:
     """The blocks of one column: a run for each of its ranks, by place among them."""
 
     def __init__(
-        self, column: _Column, ledger: _Ledger, shares: Sequence[Sequence[Share]], flops: Sequence[float]
+        self, column: _Column, ledger: _Ledger, shares: Sequence[Shares], flops: Sequence[float]
     ) -> None:
         self.column, self.ledger = column, ledger
         self.costs = [flops[number] for number in column.blocks]
@@ -172,11 +177,11 @@ class _Dealing:
             self.ledger.given[rank] += cost
         return found
 
-    def _held(self, shares: Sequence[Sequence[Share]]) -> list[dict[int, int]]:
+    def _held(self, shares: Sequence[Shares]) -> list[dict[int, int]]:
         """Elements of each block by place."""
-        place = {rank: place for place, rank in enumerate(self.column.ranks)}
+        place_of = {rank: place for place, rank in enumerate(self.column.ranks)}
         return [
-            {place[share.holder]: share.numel for share in shares[number] if share.holder in place}
+            {place_of[rank]: numel for rank, numel in shares[number].numel_of.items() if rank in place_of}
             for number in self.column.blocks
         ]
 
@@ -243,26 +248,32 @@ class _Dealing:
         return starts
 
 
-def _columns(at: Placed, grid: BlockGrid) -> Iterator[_Column]:
-    """The ranks of the parameter by their places on the other axes, with the blocks of each such place."""
-    run_axis, placements = _axes_of_stack(at, grid)
-    layout = Layout(grid.shape, at.layout.mesh_shape, tuple(placements))
+@lru_cache(maxsize=256)
+def _columns(
+    layout: Layout, axes: tuple[int, ...], me: tuple[int, ...], grid: BlockGrid
+) -> tuple[_Column, ...]:
+    """The ranks of a parameter by their places on the other axes, with the blocks of each such place."""
+    run_axis, placements = _axes_of_stack(layout, axes, grid)
+    of_grid = Layout(grid.shape, layout.mesh_shape, tuple(placements))
     by_place: dict[tuple[int, ...], list[int]] = {}
-    coordinates = coordinates_on(at.layout, at.axes, at.me)
-    for rank, coordinate in enumerate(coordinates):
+    for rank, coordinate in enumerate(coordinates_on(layout, axes, me)):
         other = tuple(0 if axis == run_axis else c for axis, c in enumerate(coordinate))
         by_place.setdefault(other, []).append(rank)
-    in_order = run_axis is not None and _cuts_in_order(at.layout, run_axis, grid)
+    in_order = run_axis is not None and _cuts_in_order(layout, run_axis, grid)
+    columns = []
     for other, ranks in by_place.items():
         blocks = [
             sum(i * math.prod(grid.shape[dim + 1 :]) for dim, i in enumerate(index))
-            for box in local_boxes(layout, other)
+            for box in local_boxes(of_grid, other)
             for index in product(*(range(a, a + n) for a, n in zip(box.offset, box.size, strict=True)))
         ]
-        yield _Column(tuple(ranks), tuple(blocks), in_order or len(ranks) == 1)
+        columns.append(_Column(tuple(ranks), tuple(blocks), in_order or len(ranks) == 1))
+    return tuple(columns)
 
 
-def _axes_of_stack(at: Placed, grid: BlockGrid) -> tuple[int | None, list[Placement]]:
+def _axes_of_stack(
+    layout: Layout, axes: tuple[int, ...], grid: BlockGrid
+) -> tuple[int | None, list[Placement]]:
     """The mesh axis along which the blocks are dealt in runs, and what the other axes do with the grid.
 
     That is the ragged axis, or the first that cuts, or the last of those that cut what this one leaves. The
@@ -270,14 +281,13 @@ def _axes_of_stack(at: Placed, grid: BlockGrid) -> tuple[int | None, list[Placem
     does the first, where it cuts columns, or rows of each matrix of a stack, at the edges of blocks: a run
     would have all blocks travel then, and so none does.
     """
-    layout = at.layout
     placements: list[Placement] = [Replicate() for _ in layout.placements]
-    run_axis = layout.ragged_axis if layout.ragged_axis in at.axes else next(iter(at.axes), None)
-    for axis in at.axes:
+    run_axis = layout.ragged_axis if layout.ragged_axis in axes else next(iter(axes), None)
+    for axis in axes:
         cut = layout.placements[axis]
         if run_axis is not None and type(cut) is Shard and cut == layout.placements[run_axis]:
             run_axis = axis
-    for axis in at.axes:
+    for axis in axes:
         dim = _grid_dim(layout, axis, len(grid.shape))
         if axis != run_axis:
             num_ranks = layout.mesh_shape[axis]
