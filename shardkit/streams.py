@@ -10,8 +10,7 @@ The gathered bytes are allocated on the all-gather stream, so freeing them hands
 which may fill them again at once, while the compute stream still reads them. `record_stream` would keep them
 for a time that nobody can predict. Instead a reshard records an event on the compute stream and the bytes are
 freed when a later gather has made the all-gather stream wait for it. The latest reshard is left pending, so
-that the next gather
-overlaps with the computation that it marks: two units of memory, always.
+that the next gather overlaps with the computation that it marks: two units of memory, always.
 """
 
 from __future__ import annotations
