@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -81,6 +81,6 @@ class Streams:
         return None if self._module is None else self._module.Stream(priority=-1)
 
 
-def device_module(device: torch.device) -> Any:
+def device_module(device: torch.device) -> ModuleType | None:
     """torch's module of the device's streams, such as torch.cuda; None where all is done in order."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
