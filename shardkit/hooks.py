@@ -9,6 +9,9 @@ Level 14 of the data flow. Every subtlety of autograd and nn.Module is on this p
     post_backward  take gradients, reshard, reduce
     end_backward   the same for units whose inputs needed no gradient; wait for all reductions
 
+Where ranks may use different units, a `Tape` of forward says what a backward passes over, and that is
+gathered and reduced as well.
+
 [Note: recomputation]
 Activation checkpointing runs forward again inside backward. If the unit's backward has begun (non-reentrant,
 the graph of the first forward lives on), the recomputed forward only needs the parameters gathered. If it has
