@@ -50,33 +50,35 @@ def check_agreement(
     store.set(f"{question}/{rank}", digest(lines))
     if rank == ranks[0]:
         store.set(f"{question}/verdict", json.dumps(_judge(store, question, ranks, timeout)))
+    silent = f"rank {ranks[0]} did not compare the plans of ranks {ranks}"
 
-    def answer(key: str) -> Any:
+    def answer(key: str, fact: str) -> Any:
         try:
             store.wait([f"{question}/{key}"], 2 * timeout)
         except RuntimeError as error:
             raise PlanMismatchError(
-                f"{what}: rank {ranks[0]} did not compare the plans of ranks {ranks} within {2 * timeout}. "
-                "It died or did not run this model; every rank must run the same units."
+                f"{what}: {fact} within {2 * timeout}. It died or did not run this model; every rank must "
+                "run the same units."
             ) from error
         return json.loads(store.get(f"{question}/{key}"))
 
-    verdict = answer("verdict")
+    verdict = answer("verdict", silent)
     if verdict["missing"]:
         raise PlanMismatchError(
             f"{what}: ranks {verdict['missing']} of {ranks} did not bring a plan within {timeout}. They died "
             "or did not run this model; every rank must run the same units."
         )
-    if verdict["other"] is not None:
+    if (other := verdict["other"]) is not None:
         hashes = [digest([line])[:8] for line in lines]
-        if rank == verdict["other"]:
+        if rank == other:
             store.set(f"{question}/hashes", json.dumps(hashes))
         if rank == ranks[0]:
-            store.set(f"{question}/index", json.dumps(_first_difference(hashes, answer("hashes"))))
-        index = answer("index")
+            theirs = answer("hashes", f"rank {other} did not say what it planned otherwise")
+            store.set(f"{question}/index", json.dumps(_first_difference(hashes, theirs)))
+        index = answer("index", silent)
         mine = lines[index] if index < len(lines) else "nothing more"
         raise PlanMismatchError(
-            f"{what}: rank {verdict['other']} planned other shards than rank {ranks[0]}. First difference, "
+            f"{what}: rank {other} planned other shards than rank {ranks[0]}. First difference, "
             f"as rank {rank} has it: {mine}. Build the same model, with the same fully_shard calls, on every "
             "rank."
         )

@@ -59,7 +59,8 @@ def check_ranks_agree(tree: Tree) -> None:
     """Once, compare plans, and the replicas' weights, over every group that will communicate.
 
     Once more, compare what is trained, for every choice of parameters that `requires_grad_` made since: rows
-    of gradients hold what is trained, so ranks that disagree would add gradients of different parameters.
+    of gradients hold what is trained, so ranks that disagree would add gradients of different parameters. A
+    choice that is known is not compared again, as a generator and a critic would pay for that at every step.
 
     Collective over the data-parallel axes: all ranks must call.
 

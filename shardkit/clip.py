@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardkit._torch import backend_name, foreach_mul_, foreach_norm
-from shardkit.collectives import Op, Route, all_reduce
+from shardkit._torch import foreach_mul_, foreach_norm
+from shardkit.collectives import all_reduce_now
 from shardkit.mesh import device_of
 
 
@@ -146,7 +146,7 @@ def _reduce_over_axes(sums: dict[_Cut, Tensor], norm_type: float) -> None:
         if math.isinf(norm_type):
             _all_reduce_max(packed, group)
         else:
-            _all_reduce(packed, group, dist.ReduceOp.SUM)
+            all_reduce_now(packed, group, "clip_grad_norm_")
         sums.update(zip(cuts, packed, strict=True))
 
 
@@ -154,14 +154,9 @@ def _all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> None:
     """The maximum in place, nan where any rank has one: gloo's own keeps a nan or loses it by rank order."""
     isnan = values.isnan()
     packed = torch.cat([values.nan_to_num(nan=0.0, posinf=math.inf), isnan.to(values.dtype)])
-    _all_reduce(packed, group, dist.ReduceOp.MAX)
+    all_reduce_now(packed, group, "clip_grad_norm_", dist.ReduceOp.MAX)
     largest, isnan = packed.chunk(2)
     values.copy_(largest.masked_fill(isnan > 0, math.nan))
-
-
-def _all_reduce(values: Tensor, group: dist.ProcessGroup, op: Op) -> None:
-    route = Route(group, backend_name(group, values.device), 0)
-    all_reduce(values, route, "clip_grad_norm_", op).wait()
 
 
 def _scale(params: Sequence[Tensor], factor: Tensor, one_by_one: bool) -> None:

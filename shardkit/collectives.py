@@ -1,4 +1,4 @@
-"""Collectives over the rows of a buffer; every byte that shardkit sends passes here.
+"""Collectives over the rows of a buffer; every byte that a step of training sends passes here.
 
 Level 5 of the data flow: moves. Takes flat tensors and a `Route`; gives a `Pending`, whose `wait` names the
 unit and the ranks when a peer does not come. It counts what it sends (`count_traffic`).
@@ -156,6 +156,11 @@ def all_reduce(tensor: Tensor, route: Route, label: str, op: Op = dist.ReduceOp.
     is_async = tensor.device.type == "cpu"
     work = dist.all_reduce(tensor, op, group=route.group, async_op=is_async)
     return Pending([work] if is_async and work is not None else [], "all_reduce", label, route)
+
+
+def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, label: str, op: Op = dist.ReduceOp.SUM) -> None:
+    """`all_reduce`, waited for, of what is in no bucket. Collective over `group`: all ranks must call."""
+    all_reduce(tensor, Route(group, backend_name(group, tensor.device), 0), label, op).wait()
 
 
 def broadcast(tensor: Tensor, route: Route, label: str) -> Pending:

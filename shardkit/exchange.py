@@ -298,32 +298,39 @@ def _start(
 
 
 _opened: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_of_mesh: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_Made = dict[tuple[int, ...], dist.ProcessGroup]
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()  # of a default group
 
 
 def _opened_groups(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, dist.ProcessGroup]:
     """The groups of these axes and, for several, one of all ranks, at `mesh.ndim`.
 
     On NCCL the first messages of a group must be met by all its ranks, and ours may not concern all: a
-    collective comes before them. Collective over `mesh` then.
+    collective comes before them. Collective over `mesh` then. A group that was bound to its device is open.
     """
     device = device_of(mesh)
     groups = {axis: mesh.get_group(axis) for axis in axes}
     if len(axes) > 1:
         groups[mesh.ndim] = _group_of(mesh, device)
     for group in groups.values():
-        if group not in _opened and _torch.backend_name(group, device) == "nccl":
+        if group in _opened or group.bound_device_id is not None:
+            continue
+        if _torch.backend_name(group, device) == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             _opened.add(group)
     return groups
 
 
 def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
-    """One of all the mesh's ranks: the default group, but on NCCL not where that has more."""
+    """One of all the mesh's ranks: the default group, but on NCCL not where that has more.
+
+    Known by its ranks, not by the mesh: ranks may drop and remake that at different times.
+    """
     world = dist.group.WORLD
     assert world is not None
     if mesh.size() == world.size() or _torch.backend_name(world, device) != "nccl":
         return world
-    if mesh not in _of_mesh:
-        _of_mesh[mesh] = _torch.new_group_of(mesh.mesh.flatten().tolist(), device) or world
-    return _of_mesh[mesh]
+    made, ranks = _made.setdefault(world, {}), tuple(mesh.mesh.flatten().tolist())
+    if ranks not in made and (group := _torch.new_group_of(ranks, device)) is not None:
+        made[ranks] = group
+    return made.get(ranks, world)

@@ -9,6 +9,9 @@ Level 14 of the data flow. Every subtlety of autograd and nn.Module is on this p
     post_backward  take gradients, reshard, reduce
     end_backward   the same for units whose inputs needed no gradient; wait for all reductions
 
+Where ranks may use different units, a `Tape` of forward says what a backward passes over, and that is
+gathered and reduced as well.
+
 [Note: recomputation]
 Activation checkpointing runs forward again inside backward. If the unit's backward has begun (non-reentrant,
 the graph of the first forward lives on), the recomputed forward only needs the parameters gathered. If it has
@@ -35,7 +38,7 @@ from shardkit._torch import (
 from shardkit.checks import check_all_managed, check_ranks_agree
 from shardkit.containers import find_tensors, map_tensors
 from shardkit.precision import cast_floating
-from shardkit.schedule import Event, Tape, reshards_after_forward
+from shardkit.schedule import Boundary, Tape, reshards_after_forward
 from shardkit.unit import Unit, watch_grads
 
 Args = tuple[object, ...]
@@ -118,7 +121,7 @@ def pre_backward(unit: Unit, tape: Tape | None, grad: Tensor) -> Tensor:
     tree.keeps_gathered |= torch.is_grad_enabled()  # create_graph: see Tree.keeps_gathered
     if not unit.in_backward:
         if tape is not None:
-            tree.visit(tape, Event(tree.index(unit), is_end=True))
+            tree.visit(tape, Boundary(tree.index(unit), is_end=True))
         tree.begin_backward_of(unit)
     return grad
 
@@ -158,7 +161,7 @@ class TransformedPostBackward(PostBackward):
 @without_dynamo
 def _post_backward(unit: Unit, tape: Tape | None) -> None:
     if tape is not None:
-        unit.tree.visit(tape, Event(unit.tree.index(unit), is_end=False))
+        unit.tree.visit(tape, Boundary(unit.tree.index(unit), is_end=False))
     with outside_transforms():
         unit.post_backward(keep=torch.is_grad_enabled())
 
@@ -209,7 +212,7 @@ def _complete_forward(unit: Unit) -> None:
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
         if (tape := _tape_of(unit)) is not None:
-            tape.record(Event(unit.tree.index(unit), is_end=True))
+            tape.record(Boundary(unit.tree.index(unit), is_end=True))
 
 
 def _end_iteration(root: Unit) -> None:
@@ -234,7 +237,7 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     if not inputs:
         return args, kwargs
     if (tape := _tape_of(unit)) is not None:
-        tape.record(Event(unit.tree.index(unit), is_end=False))
+        tape.record(Boundary(unit.tree.index(unit), is_end=False))
     node = TransformedPostBackward if is_transformed() else PostBackward
     outputs = node.apply(unit, tape, *inputs.values())  # type: ignore[no-untyped-call]
     output_of: dict[int, Tensor] = dict(zip(inputs, outputs, strict=True))

@@ -43,8 +43,8 @@ class ForwardOrder:
         self._open.clear()
 
 
-class Event(NamedTuple):
-    """A unit's forward has begun, over inputs that need a gradient, or has ended."""
+class Boundary(NamedTuple):
+    """Where a unit's forward begins, over inputs that need a gradient, or ends."""
 
     unit: int
     is_end: bool
@@ -66,26 +66,26 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._num_left = 0  # events that the running backward has neither visited nor passed over
+        self._boundaries: list[Boundary] = []
+        self._num_left = 0  # those that the running backward has neither visited nor passed over
 
-    def record(self, event: Event) -> None:
-        """`event` has happened in forward."""
-        self._events.append(event)
-        self._num_left = len(self._events)
+    def record(self, boundary: Boundary) -> None:
+        """Forward has come to `boundary`."""
+        self._boundaries.append(boundary)
+        self._num_left = len(self._boundaries)
 
-    def visit(self, event: Event) -> list[Event]:
-        """What backward passes over on its way to the latest `event` left, in the order of backward."""
+    def visit(self, boundary: Boundary) -> list[Boundary]:
+        """What backward passes over on its way to the latest `boundary` left, in the order of backward."""
         for position in range(self._num_left - 1, -1, -1):
-            if self._events[position] == event:
-                passed = self._events[position + 1 : self._num_left]
+            if self._boundaries[position] == boundary:
+                passed = self._boundaries[position + 1 : self._num_left]
                 self._num_left = position
                 return passed[::-1]
         return []  # a second backward over one graph, or a unit that ran in part
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[Boundary]:
         """What backward has not come to; another backward may begin from the end again."""
-        rest, self._num_left = self._events[: self._num_left], len(self._events)
+        rest, self._num_left = self._boundaries[: self._num_left], len(self._boundaries)
         return rest[::-1]
 
 

@@ -10,15 +10,14 @@ The gathered bytes are allocated on the all-gather stream, so freeing them hands
 which may fill them again at once, while the compute stream still reads them. `record_stream` would keep them
 for a time that nobody can predict. Instead a reshard records an event on the compute stream and the bytes are
 freed when a later gather has made the all-gather stream wait for it. The latest reshard is left pending, so
-that the next gather
-overlaps with the computation that it marks: two units of memory, always.
+that the next gather overlaps with the computation that it marks: two units of memory, always.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -82,6 +81,6 @@ class Streams:
         return None if self._module is None else self._module.Stream(priority=-1)
 
 
-def device_module(device: torch.device) -> Any:
+def device_module(device: torch.device) -> ModuleType | None:
     """torch's module of the device's streams, such as torch.cuda; None where all is done in order."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)

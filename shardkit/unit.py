@@ -34,7 +34,7 @@ from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_par
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import Event, ForwardOrder, Tape, grads_to_sweep
+from shardkit.schedule import Boundary, ForwardOrder, Tape, grads_to_sweep
 from shardkit.sharded_param import GradHook, Held
 from shardkit.streams import Streams
 
@@ -283,14 +283,14 @@ class Tree:
                 unit.is_settled = False
             call_after_backward(self.end_backward)
 
-    def visit(self, tape: Tape, event: Event) -> None:
+    def visit(self, tape: Tape, boundary: Boundary) -> None:
         """Backward comes to what forward did: take part first in what it passes over, as other ranks may not.
 
         Collective over the mesh, for units whose unused parameters count as zero.
         """
         if tape not in self._undone:
             self._undone.append(tape)
-        self._undo(tape.visit(event))
+        self._undo(tape.visit(boundary))
 
     def begin_backward_of(self, unit: Unit) -> None:
         """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis."""
@@ -343,10 +343,10 @@ class Tree:
         for unit in self.units:
             unit.reset()
 
-    def _undo(self, events: Sequence[Event]) -> None:
-        for event in events:
-            unit = self.units[event.unit]
-            if event.is_end:
+    def _undo(self, boundaries: Sequence[Boundary]) -> None:
+        for boundary in boundaries:
+            unit = self.units[boundary.unit]
+            if boundary.is_end:
                 self.begin_backward_of(unit)
             else:
                 with outside_transforms():

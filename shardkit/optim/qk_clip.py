@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import backend_name, spec_of
+from shardkit._torch import spec_of
 from shardkit.boxes import Layout, local_boxes
-from shardkit.collectives import Route, all_reduce
+from shardkit.collectives import all_reduce_now
 from shardkit.optim.placed import local
 from shardkit.specs import coordinate_of, layout_of
 
@@ -74,8 +74,7 @@ def qk_clip_(
     maxima = torch.where(maxima.isfinite(), maxima, -torch.inf)
     group = group or dist.group.WORLD
     if group is not None:
-        route = Route(group, backend_name(group, maxima.device), 0)
-        all_reduce(maxima, route, "qk_clip_", dist.ReduceOp.MAX).wait()
+        all_reduce_now(maxima, group, "qk_clip_", dist.ReduceOp.MAX)
     sizes = [projection.max_logits.numel() for projection in projections]
     for projection, logits in zip(projections, maxima.split(sizes), strict=True):
         by_head = logits.view(projection.num_heads, -1).amax(dim=1)  # (num_heads,)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardkit._torch import backend_name, new_group_of
 from shardkit.agreement import check_agreement
 from shardkit.boxes import Box
-from shardkit.collectives import Route, all_reduce, has_peers
+from shardkit.collectives import all_reduce_now, has_peers
 from shardkit.optim.algorithm import Group, PieceAlgorithm, Target
 from shardkit.optim.engine import Engine, Ranks, route_of
 from shardkit.optim.loading import plain_settings
@@ -128,8 +128,7 @@ class Team:
         own = own or new_group_of(self.ranks, at.device)
         if own is None:
             return world
-        route = Route(own, backend_name(own, at.device), 0)
-        all_reduce(torch.zeros(1, device=at.device), route, f"{label}, first message").wait()
+        all_reduce_now(torch.zeros(1, device=at.device), own, f"{label}, first message")
         return own
 
 
@@ -155,8 +154,7 @@ def agree(members: Iterable[Member], have_grad: Mapping[str, bool]) -> dict[str,
         own = [have_grad[at.name] for at in held]
         flags = torch.tensor(own, dtype=torch.int32, device=device)
         for group in held[0].groups:
-            route = Route(group, backend_name(group, device), 0)
-            all_reduce(flags, route, "optimizer step, asking which gradients are missing").wait()
+            all_reduce_now(flags, group, "optimizer step, asking which gradients are missing")
         agreed |= {at.name: bool(flag) for at, flag in zip(held, flags.tolist(), strict=True)}
     return agreed
 

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardkit.checks
 from shardkit import MixedPrecisionPolicy, fully_shard
+from shardkit._torch import default_store
 from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
 from tests.support.deaths import die, leaving_word, word_of
@@ -317,6 +319,21 @@ def test_a_rank_that_never_comes_is_named(missing: int) -> None:
     for rank in {0, 1, 2} - {missing}:
         expected = "ranks [2] of [0, 1, 2] did not bring" if missing else "rank 0 did not compare the plans"
         assert expected in messages[rank] and "every rank must run the same units" in messages[rank]
+
+
+def test_a_rank_that_planned_otherwise_and_died_is_named() -> None:
+    def check(rank: int, world_size: int) -> str:
+        group = dist.group.WORLD
+        if rank == 1:
+            default_store().set(f"shardkit/{group.group_name}/0/1", "a digest of something else")
+            return "died"
+        with pytest.raises(PlanMismatchError) as caught:
+            check_agreement(["a", "b"], group, "model 'M'", timedelta(seconds=0.2))
+        return str(caught.value)
+
+    first, _, third = run_ranks(check, 3)
+    assert first.startswith("model 'M': rank 1 did not say what it planned otherwise within")
+    assert third.startswith("model 'M': rank 0 did not compare the plans of ranks [0, 1, 2] within")
 
 
 # ---------------------------------------------------------------- replicas that differ

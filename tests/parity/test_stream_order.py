@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -373,6 +373,29 @@ def test_messages_are_never_the_first_that_a_group_is_used_for() -> None:
 
     for races, moved in run_ranks(body, 4):
         assert not races and torch.equal(moved, torch.arange(24.0).view(6, 4))
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_messages_among_some_of_the_ranks_need_no_others(is_bound: bool) -> None:
+    """As of one stage of a pipeline; a mesh that is made anew takes the group that is there."""
+
+    def body(rank: int, world_size: int) -> tuple[list[str], int]:
+        with simulated_streams() as simulation:
+            init_simulated_group(simulation)
+            meshes = [DeviceMesh("cpu", [[0, 1], [2, 3]]) for _ in range(2)]
+            if is_bound:
+                dist.group.WORLD.bound_device_id = torch.device("cpu:0")
+            if rank == 4:
+                return [], 1
+            num_groups = []
+            for mesh in meshes:
+                cut = distribute_tensor(torch.ones(6, 4), mesh, [Replicate(), RaggedShard((0,), (6, 0))])
+                redistribute(cut, placements=[RaggedShard((0,), (1, 5)), Replicate()])
+                num_groups.append(len(simulation.device.groups))
+            return [*simulation.races], len(set(num_groups))
+
+    for races, num_counts in run_ranks(body, 5):
+        assert not races and num_counts == 1
 
 
 def no_wait_on(stream: str) -> Any:

@@ -7,7 +7,8 @@ As ProcessGroupNCCL in torch 2.8 and later, when no environment variable says ot
     else          it is put on the current stream, and there is no work
 
 The host comes back at once in both. All of a group's asynchronous operations share one stream. NCCL opens a
-group when it is first used, which takes all its ranks: messages may only follow a collective.
+group when it is first used, which takes all its ranks: messages may only follow a collective. One that is
+bound to its device was opened when it was made.
 """
 
 # mypy: disable-error-code="override, assignment, attr-defined"
@@ -196,7 +197,7 @@ class SimulatedGroup(dist.ProcessGroup):
         simulation = self._simulation
         if kind not in ("send", "recv"):
             self._is_open = True
-        elif not self._is_open:
+        elif not self._is_open and self.bound_device_id is None:
             simulation.races[f"{kind} is the first of its group, {self._stream.name}"] = None
         stream = simulation.device.current_stream()
         if is_async:

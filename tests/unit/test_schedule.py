@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardkit.schedule import (
+    Boundary,
     BucketBytes,
-    Event,
     ForwardOrder,
     Tape,
     UnitBytes,
@@ -58,19 +58,19 @@ def test_a_cleared_order_starts_anew() -> None:
 
 # ---------------------------------------------------------------- what backward passes over
 
-BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_2, END_2 = [Event(n, end) for n in range(3) for end in (False, True)]
+BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_2, END_2 = [Boundary(n, end) for n in range(3) for end in (False, True)]
 
 
-def recorded(*events: Event) -> Tape:
+def recorded(*boundaries: Boundary) -> Tape:
     tape = Tape()
-    for event in events:
-        tape.record(event)
+    for boundary in boundaries:
+        tape.record(boundary)
     return tape
 
 
 def test_a_backward_that_visits_all_passes_nothing_over() -> None:
     tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1)
-    assert [tape.visit(event) for event in (END_1, BEGIN_1, END_0, BEGIN_0)] == [[], [], [], []]
+    assert [tape.visit(boundary) for boundary in (END_1, BEGIN_1, END_0, BEGIN_0)] == [[], [], [], []]
     assert tape.finish() == []
 
 
