@@ -169,6 +169,6 @@ def test_replicas_that_share_agree_on_a_gradient_that_one_of_them_lacks() -> Non
         optimizer.step()
         return param.full_tensor().detach()
 
-    results = run_ranks(run, 4, timeout=20)
+    results = run_ranks(run, 4)
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert not torch.equal(results[0], matrices(0, [(48, 32)])[0])

@@ -88,7 +88,7 @@ def test_a_step_holds_and_sends_what_the_plan_says(world_size: int, shard_size: 
             assert sent_bytes["reduce_scatter"] + sent_bytes["all_reduce"] == reduced, name
             assert 0.98 <= peak_bytes / predicted_peak_bytes(model) <= 1.02, name
 
-    run_ranks(check, world_size)
+    run_ranks(check, world_size, timeout=110)
 
 
 def measure(model: Transformer) -> tuple[int, Counter[str]]:

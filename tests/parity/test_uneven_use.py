@@ -122,7 +122,7 @@ def test_ranks_may_use_different_units_with_the_opt_in(stem: bool, shape: tuple[
                 traffics.append(sorted(traffic.num_calls.items()))
         return traffics
 
-    first, *others = run_ranks(check, torch.Size(shape).numel(), timeout=60)
+    first, *others = run_ranks(check, torch.Size(shape).numel())
     assert all(other == first for other in others), "ranks took part in different collectives"
 
 
@@ -148,7 +148,7 @@ def test_micro_batches_may_use_different_units_with_the_opt_in() -> None:
                     grads.setdefault(name, torch.zeros(param.shape))
                 assert_grads_equal(model, grads, 3)
 
-    run_ranks(check, 3, timeout=60)
+    run_ranks(check, 3)
 
 
 def test_ranks_that_use_different_units_are_told_of_the_opt_in() -> None:
@@ -162,4 +162,4 @@ def test_ranks_that_use_different_units_are_told_of_the_opt_in() -> None:
         "whose loss used other units",
         "set_reduce_scatter_unused_params(True)",
     )
-    errors_on_all_ranks(check, 2, CollectiveTimeoutError, *words, timeout=6)
+    errors_on_all_ranks(check, 2, CollectiveTimeoutError, *words, group_timeout=5.0)

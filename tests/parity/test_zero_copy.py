@@ -7,7 +7,7 @@ collectives' own writes are not copies. For psi bytes of parameters on F ranks, 
     into what a gather sends       2 psi / F if cast       2 psi / F if cast
     out of what a gather brought   2 psi                   0
     into what a reduction sends    psi                     psi
-    to what a reduction brought    psi / F                 psi / F, divided by F
+    to what a reduction brought    0, the group's mean     0; psi / F where a sum is divided by F
 """
 
 from __future__ import annotations
@@ -164,6 +164,12 @@ def ragged(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) ->
     )
 
 
+def ragged_summed(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """As on gloo, which has no mean; the fake group promises one, as NCCL."""
+    ragged(module, mesh, policy)
+    module.set_force_sum_reduction_for_comms(True)
+
+
 def writes_of_a_step(wrap: Wrap, policy: MixedPrecisionPolicy) -> Writes:
     """What forward and backward of the third step write; the earlier ones make buffers."""
     mesh = fake_mesh()
@@ -197,19 +203,20 @@ def compared(wrap: Wrap, policy: MixedPrecisionPolicy) -> tuple[Counter[Purpose]
     return run_ranks(measure, 1)[0]
 
 
+@pytest.mark.parametrize(("wrap", "num_divided"), [(ragged, 0), (ragged_summed, PSI // WORLD_SIZE)])
 @pytest.mark.parametrize(
     ("policy", "compute_bytes", "reduce_bytes"), [(FP32, 4, 4), (BF16, 2, 4), (ALL_BF16, 2, 2)]
 )
 def test_a_ragged_step_copies_nothing_out_and_writes_gradients_once(
-    policy: MixedPrecisionPolicy, compute_bytes: int, reduce_bytes: int
+    policy: MixedPrecisionPolicy, compute_bytes: int, reduce_bytes: int, wrap: Wrap, num_divided: int
 ) -> None:
-    num_bytes, added = compared(ragged, policy)
+    num_bytes, added = compared(wrap, policy)
     casts = policy.param_dtype is not None
     sent = 2 * PSI // WORLD_SIZE * compute_bytes if casts else 0  # this rank's row of two gathers, cast
     assert num_bytes["gathered"] == 0
     assert num_bytes["gather_input"] == sent
     assert 0 <= num_bytes["reduce_input"] - PSI * reduce_bytes <= SMALL
-    row_writes = PSI // WORLD_SIZE * reduce_bytes  # divided
+    row_writes = num_divided * reduce_bytes
     row_casts = PSI // WORLD_SIZE * 4 if reduce_bytes != 4 else 0
     assert row_writes <= num_bytes["reduced"] <= row_writes + SMALL
     assert added <= sent + PSI * reduce_bytes + row_writes + row_casts + 3 * SMALL

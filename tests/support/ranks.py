@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Literal, TypeVar, TypeVarTuple, cast
+from typing import Literal, NamedTuple, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,12 @@ Ts = TypeVarTuple("Ts")
 
 Kind = Literal["success", "assertion", "error", "exit", "hang", "echo"]
 CAUSES_FIRST: tuple[Kind, ...] = ("assertion", "error", "exit", "hang", "echo")
+<<<<<<< HEAD
 START_S = 3.0  # how long ranks may take, on a busy machine, until they run the function
 GRACE_S = 3.0  # how long the others may take to report, once one rank has failed
+=======
+GRACE_S = 10.0  # how long the others may take to report, once one rank has failed
+>>>>>>> t214
 
 # What gloo and the store say on a rank whose peer failed: a consequence, never the cause.
 ECHO_TYPES = (RuntimeError, dist.DistBackendError, dist.DistStoreError, dist.DistNetworkError)
@@ -64,6 +68,17 @@ class Report:
     text: str = ""
 
 
+class Limits(NamedTuple):
+    """Seconds until a rank ends itself, and until one of its collectives gives up."""
+
+    rank: float
+    group: float
+
+    @classmethod
+    def of(cls, timeout: float, group_timeout: float | None) -> Limits:
+        return cls(timeout + 2 * GRACE_S, 0.9 * timeout if group_timeout is None else group_timeout)
+
+
 @dataclass(frozen=True, slots=True)
 class Rank:
     """The parent's hold on one rank."""
@@ -75,14 +90,23 @@ class Rank:
 
 
 def run_ranks(
-    fn: Callable[[int, int, *Ts], T], world_size: int, *args: *Ts, timeout: float = 60.0
+    fn: Callable[[int, int, *Ts], T],
+    world_size: int,
+    *args: *Ts,
+    timeout: float = 60.0,
+    group_timeout: float | None = None,
 ) -> list[T]:
     """Call `fn(rank, world_size, *args)` on `world_size` gloo ranks and return their results in rank order.
 
     Args:
         fn: runs in a forked process (so a closure will do), once the default group is initialised, torchrun's
             variables are set and the seed is 0. What it returns must be picklable; tensors travel by value.
+<<<<<<< HEAD
         timeout: seconds for the function on all ranks; the group's own timeout is 0.9 of it.
+=======
+        timeout: seconds for all ranks together, their start included, which takes some where cores are few.
+        group_timeout: seconds that a collective waits for its peers; None is 0.9 of `timeout`.
+>>>>>>> t214
 
     Raises:
         RankError: with the traceback of the rank that failed first: an assertion before other errors, these
@@ -91,7 +115,7 @@ def run_ranks(
     warm_up()
     with (
         tempfile.TemporaryDirectory(prefix="ranks-") as folder,
-        _started(fn, world_size, args, Path(folder), timeout) as ranks,
+        _started(fn, world_size, args, Path(folder), Limits.of(timeout, group_timeout)) as ranks,
     ):
         reports = _collect(ranks, timeout)
     failures = [report for report in reports if report.kind != "success"]
@@ -106,7 +130,7 @@ def errors_on_all_ranks(
     world_size: int,
     exc_type: type[Exception],
     *words: str,
-    timeout: float = 60.0,
+    group_timeout: float | None = None,
 ) -> list[str]:
     """Check that `fn` raises `exc_type`, its message with all `words`, on every rank; return the messages."""
 
@@ -119,7 +143,7 @@ def errors_on_all_ranks(
             return str(error)
         raise AssertionError(f"no {exc_type.__name__} was raised")
 
-    return run_ranks(expect, world_size, timeout=timeout)
+    return run_ranks(expect, world_size, group_timeout=group_timeout)
 
 
 @functools.cache
@@ -136,7 +160,7 @@ def warm_up() -> None:
 
 @contextmanager
 def _started(
-    fn: Callable[..., object], world_size: int, args: tuple[object, ...], folder: Path, timeout: float
+    fn: Callable[..., object], world_size: int, args: tuple[object, ...], folder: Path, limits: Limits
 ) -> Iterator[list[Rank]]:
     """The running ranks; on leaving, none of them runs any more."""
     context = get_context("fork")
@@ -145,7 +169,7 @@ def _started(
         for rank in range(world_size):
             pipe, rank_pipe = context.Pipe()
             process = context.Process(
-                target=_run_rank, args=(fn, rank, world_size, args, rank_pipe, folder, timeout)
+                target=_run_rank, args=(fn, rank, world_size, args, rank_pipe, folder, limits)
             )
             process.start()
             rank_pipe.close()
@@ -212,11 +236,15 @@ def _run_rank(
     args: tuple[object, ...],
     pipe: connection.Connection,
     folder: Path,
-    timeout: float,
+    limits: Limits,
 ) -> None:
     """The life of a rank: join the group, call, report, wait for the parent's kill."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+<<<<<<< HEAD
     signal.alarm(int(START_S + timeout + 2 * GRACE_S) + 1)
+=======
+    signal.alarm(int(limits.rank) + 1)
+>>>>>>> t214
     stack_file = (folder / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -228,7 +256,7 @@ def _run_rank(
             store=dist.FileStore(str(folder / "store"), world_size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=0.9 * timeout),
+            timeout=timedelta(seconds=limits.group),
         )
         report = Report(rank, "success", time.monotonic(), payload=pickle.dumps(fn(rank, world_size, *args)))
     except BaseException as error:

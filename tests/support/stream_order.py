@@ -244,14 +244,15 @@ class Simulation(TorchDispatchMode):
     def _block_of(self, storage: torch.UntypedStorage, made: str) -> Block:
         """The block in which a storage lies, as its owner or an alias from elsewhere; new at first sight."""
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        for block in [b for b in self._blocks.values() if b.start < stop and start < b.stop]:
+        blocks = list(self._blocks.values())  # at once: other threads drop storages at any time
+        for block in [b for b in blocks if b.start < stop and start < b.stop]:
             owner = None if block.owner is None else block.owner()
             is_there = owner is not None and owner.data_ptr() == block.start
             if is_there and block.start <= start and stop <= block.stop:
                 return block
             self._free(block)  # it was replaced where nobody could see
         stream = self.device.current_stream()
-        pool = self._pools.get(stream.name, {}).values()
+        pool = list(self._pools.get(stream.name, {}).values())
         unknown = [old for old in pool if stream.clock.get(old.stream, 0) < old.time]
         block = Block(start, stop, stream, made)
         earlier = Access(start, stop, stream.name, stream.now, True, f"what was given before {made}")

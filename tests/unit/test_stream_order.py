@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 
@@ -107,3 +110,28 @@ def test_an_alias_from_elsewhere_is_the_same_bytes() -> None:
         with device.stream(side):
             tensor.add(1.0)
     assert "aten::fill_" in races_of(simulation)
+
+
+def test_another_thread_may_drop_the_last_reference_to_bytes() -> None:
+    """As one of gloo does when a collective is done."""
+    dropped: list[torch.Tensor] = []
+    is_over = threading.Event()
+
+    def drop() -> None:
+        while not is_over.is_set():
+            if dropped:
+                dropped.pop()
+
+    thread, interval = threading.Thread(target=drop), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        with simulated_streams() as simulation:
+            kept = [torch.zeros(4) for _ in range(100)]
+            for _ in range(500):
+                dropped.append(torch.zeros(4))
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert len(kept) == 100 and not simulation.races
