@@ -84,9 +84,13 @@ class Tape:
         return []  # a second backward over one graph, or a unit that ran in part
 
     def finish(self) -> list[Boundary]:
-        """What backward has not come to; another backward may begin from the end again."""
-        rest, self._num_left = self._boundaries[: self._num_left], len(self._boundaries)
+        """What backward has not come to, and now passes over."""
+        rest, self._num_left = self._boundaries[: self._num_left], 0
         return rest[::-1]
+
+    def rewind(self) -> None:
+        """The backward is over; another one may begin from the end again."""
+        self._num_left = len(self._boundaries)
 
 
 def reshards_after_forward(

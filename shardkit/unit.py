@@ -289,6 +289,7 @@ class Tree:
         Collective over the mesh, for units whose unused parameters count as zero.
         """
         if tape not in self._undone:
+            self._finish_tapes()  # of later forwards, which autograd visits before earlier ones
             self._undone.append(tape)
         self._undo(tape.visit(boundary))
 
@@ -310,8 +311,9 @@ class Tree:
 
     def end_backward(self) -> None:
         """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
+        self._finish_tapes()
         for tape in self._undone:
-            self._undo(tape.finish())
+            tape.rewind()
         self._undone.clear()
         self.awaits_callback = False
         self.forward_root = None
@@ -342,6 +344,10 @@ class Tree:
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
+
+    def _finish_tapes(self) -> None:
+        for tape in self._undone:
+            self._undo(tape.finish())
 
     def _undo(self, boundaries: Sequence[Boundary]) -> None:
         for boundary in boundaries:

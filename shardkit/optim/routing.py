@@ -126,11 +126,21 @@ def _head(model: nn.Module, embedded: Sequence[Tensor]) -> Tensor | None:
     return alike[0] if len(alike) == 1 else None
 
 
+def _sides(param: Tensor, *, is_kernel: bool) -> tuple[int, ...]:
+    """The rows and columns of a parameter's matrices; a kernel of one pixel is a matrix of its channels.
+
+    A kernel that reads one channel keeps its own sides: where each channel has its own, it is no matrix.
+    """
+    if is_kernel and param.shape[1] > 1:
+        return param.shape[0], param.numel() // param.shape[0]
+    return tuple(param.shape[-2:])
+
+
 def _route(model: nn.Module, name: str, param: Tensor, algorithm: AlgorithmName) -> Routed:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     last = path.rpartition(".")[2].lower()
-    if param.ndim < 2 or 1 in param.shape[-2:]:
+    if param.ndim < 2 or 1 in _sides(param, is_kernel=isinstance(module, _CONVOLUTIONS)):
         return Routed("adamw", "a vector: a bias, a gain, or a matrix of one row or column")
     if last in _HEADS or leaf in _HEADS:
         return Routed("adamw", "an output head, by its name")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
@@ -135,8 +136,24 @@ class Team:
 def _settings_of(group: Group) -> str:
     """What ranks must agree on beside the plan; the rate may be a tensor, and schedulers keep theirs here."""
     apart = ("params", "param_names", "reasons", "lr", "initial_lr")
-    settings = {key: value for key, value in sorted(plain_settings(group).items()) if key not in apart}
+    settings = {
+        key: _value_of(value) for key, value in sorted(plain_settings(group).items()) if key not in apart
+    }
     return f"settings {settings}"
+
+
+def _value_of(value: object) -> object:
+    """A setting without what ranks may spell or hold in other ways: a list of any kind is its numbers."""
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Sequence):
+        return tuple(map(_value_of, value))
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return int(number) if number.is_integer() else number
+    return value
 
 
 def agree(members: Iterable[Member], have_grad: Mapping[str, bool]) -> dict[str, bool]:

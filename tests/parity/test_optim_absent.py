@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ import shardkit.optim.teams
 from shardkit import Blocks, clip_grad_norm_, fully_shard
 from shardkit.agreement import check_agreement
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
-from shardkit.optim import Muon, Projection, qk_clip_
+from shardkit.optim import SOAP, Muon, Projection, qk_clip_
 from tests.parity.test_muon import Net, assert_same, give_grads, matrices, sharded
 from tests.support.deaths import SOON_S, die, leaving_word, word_of
 from tests.support.ranks import RankError, errors_on_all_ranks, run_ranks
@@ -208,6 +210,34 @@ def test_ranks_with_other_settings_are_told_so_before_any_message(
         optimizer.step()
 
     errors_on_all_ranks(run, 2, PlanMismatchError, "optimizer step", FOUND_IN[setting])
+
+
+class Numbers(Sequence[float]):
+    """As a configuration library's list: nothing that it prints as is the same on two ranks."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.numbers[index]
+
+    def __repr__(self) -> str:
+        return f"<Numbers of process {os.getpid()}>"
+
+
+def test_ranks_whose_settings_are_other_objects_of_the_same_numbers_agree() -> None:
+    def run(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (world_size,))
+        params = sharded(matrices(0), mesh, lambda i, shape: [Shard(0)])
+        betas: tuple[Sequence[float], ...] = (Numbers(0.5, 0.75), Numbers(0.5, 0.75), [0.5, 0.75])
+        optimizer = SOAP(params, betas=betas[rank], weight_decay=(0, 0.0, 0)[rank])  # type: ignore[arg-type]
+        give_grads(params, matrices(1))
+        optimizer.step()
+
+    run_ranks(run, 3)
 
 
 CLIPS: Mapping[str, Callable[[Tensor], object]] = {

@@ -151,6 +151,27 @@ def test_micro_batches_may_use_different_units_with_the_opt_in() -> None:
     run_ranks(check, 3)
 
 
+def test_one_backward_may_follow_forwards_that_use_different_units() -> None:
+    """What a rank did not use of the later forward comes before the earlier one on every rank."""
+
+    def check(rank: int, world_size: int) -> None:
+        def both(model: nn.Module, rank: int) -> Tensor:
+            return loss_of(0, call)(model, rank) + loss_of(1, call)(model, rank)
+
+        reference = seeded(stem=False)
+        grads = oracle_grads(reference, both, world_size)
+        unused = {n: torch.zeros_like(p) for n, p in reference.named_parameters() if n not in grads}
+        for setting in (True, None):
+            model = sharded(False, (world_size,), setting)
+            model.set_reduce_scatter_unused_params(True)
+            for _ in range(2):
+                model.zero_grad()
+                both(model, rank).backward()
+                assert_grads_equal(model, grads | unused, 3)
+
+    run_ranks(check, 3, timeout=60)
+
+
 def test_ranks_that_use_different_units_are_told_of_the_opt_in() -> None:
     def check(rank: int, world_size: int) -> None:
         model = sharded(True, (world_size,), True)

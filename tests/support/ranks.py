@@ -38,12 +38,7 @@ Ts = TypeVarTuple("Ts")
 
 Kind = Literal["success", "assertion", "error", "exit", "hang", "echo"]
 CAUSES_FIRST: tuple[Kind, ...] = ("assertion", "error", "exit", "hang", "echo")
-<<<<<<< HEAD
-START_S = 3.0  # how long ranks may take, on a busy machine, until they run the function
-GRACE_S = 3.0  # how long the others may take to report, once one rank has failed
-=======
 GRACE_S = 10.0  # how long the others may take to report, once one rank has failed
->>>>>>> t214
 
 # What gloo and the store say on a rank whose peer failed: a consequence, never the cause.
 ECHO_TYPES = (RuntimeError, dist.DistBackendError, dist.DistStoreError, dist.DistNetworkError)
@@ -101,12 +96,8 @@ def run_ranks(
     Args:
         fn: runs in a forked process (so a closure will do), once the default group is initialised, torchrun's
             variables are set and the seed is 0. What it returns must be picklable; tensors travel by value.
-<<<<<<< HEAD
-        timeout: seconds for the function on all ranks; the group's own timeout is 0.9 of it.
-=======
         timeout: seconds for all ranks together, their start included, which takes some where cores are few.
         group_timeout: seconds that a collective waits for its peers; None is 0.9 of `timeout`.
->>>>>>> t214
 
     Raises:
         RankError: with the traceback of the rank that failed first: an assertion before other errors, these
@@ -185,7 +176,7 @@ def _started(
 
 def _collect(ranks: list[Rank], timeout: float) -> list[Report]:
     """One report a rank, in rank order; after the first failure the others have GRACE_S left."""
-    deadline = time.monotonic() + START_S + timeout
+    deadline = time.monotonic() + timeout
     reports: dict[int, Report] = {}
     while len(reports) < len(ranks):
         waiting = [held for held in ranks if held.rank not in reports]
@@ -240,11 +231,7 @@ def _run_rank(
 ) -> None:
     """The life of a rank: join the group, call, report, wait for the parent's kill."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-<<<<<<< HEAD
-    signal.alarm(int(START_S + timeout + 2 * GRACE_S) + 1)
-=======
     signal.alarm(int(limits.rank) + 1)
->>>>>>> t214
     stack_file = (folder / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

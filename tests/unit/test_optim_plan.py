@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from shardkit.boxes import Layout
-from shardkit.optim import Muon, block_for, muon_plan, ragged_layouts
+from shardkit.optim import Muon, block_for, muon_plan, ragged_layouts, route_params
 from shardkit.optim.messages import schedule_of
 from shardkit.optim.pieces import Region, matrices_of, row_layout, shares_of
 from shardkit.optim.planning import Placing, fill_buckets
@@ -253,3 +254,13 @@ def test_wishes() -> None:
 def test_a_plan_of_meta_parameters() -> None:
     optimizer = Muon([("w", torch.nn.Parameter(torch.empty(8, 4, device="meta")))])
     assert "w                8 x 4  local" in str(optimizer.plan())
+
+
+def test_a_convolution_of_one_pixel_is_a_matrix_of_its_channels() -> None:
+    kernels = {"wide": nn.Conv2d(4, 6, 1), "row": nn.Conv2d(4, 6, (1, 3)), "line": nn.Conv1d(4, 6, 1)}
+    model = nn.ModuleDict({**kernels, "one": nn.Conv2d(4, 1, 1), "own": nn.Conv1d(6, 6, 3, groups=6)})
+    taken = {name: route.algorithm for name, route in route_params(model).items() if "weight" in name}
+    assert taken == {f"{name}.weight": "muon" for name in kernels} | {
+        "one.weight": "adamw",
+        "own.weight": "adamw",
+    }

@@ -80,6 +80,8 @@ def test_a_backward_takes_part_in_what_it_passes_over() -> None:
         assert tape.visit(END_1) == [END_2, BEGIN_2]
         assert tape.visit(BEGIN_1) == []
         assert tape.finish() == [END_0, BEGIN_0]
+        assert tape.finish() == []
+        tape.rewind()
 
 
 def test_an_outer_unit_whose_output_is_an_inner_ones_begins_first() -> None:
