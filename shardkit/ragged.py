@@ -341,14 +341,14 @@ def _checked_spec(
                 f"{placement} next to a RaggedShard in {placements}: only Shard and Replicate can be. "
                 "Reduce a Partial with shardkit.redistribute."
             )
-    _require_own_dispatch(mesh.mesh)
+    require_own_dispatch(mesh.mesh)
     spec = interned_spec(mesh, placements, shape, dtype)
     layout_of(spec).check(coordinate_of(mesh.mesh))
     return spec
 
 
 @cache
-def _require_own_dispatch(mesh: DeviceMesh) -> None:
+def require_own_dispatch(mesh: DeviceMesh) -> None:
     """Raise on a torch whose C++ runs DTensor's own rules on its subclasses too, as 2.11 does."""
     replicate = tuple(Replicate() for _ in range(mesh.ndim))
     spec = make_spec(mesh, replicate, torch.Size((0,)), (1,), torch.float32)

@@ -33,7 +33,7 @@ from shardkit._torch import (
 from shardkit.mesh import join_meshes
 from shardkit.params import ParamSpec
 from shardkit.placement import RaggedShard, contiguous_stride
-from shardkit.ragged import RaggedTensor
+from shardkit.ragged import RaggedTensor, require_own_dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,14 @@ def _make(
     param: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], free_dims: tuple[int, ...] = ()
 ) -> Sharding:
     """The sharding of a contiguous parameter whose global shape and dtype stay."""
+    is_ragged = any(isinstance(p, RaggedShard) for p in placements)
+    if is_ragged:
+        require_own_dispatch(mesh)
     return Sharding(
         sharded=make_spec(mesh, placements, param.shape, contiguous_stride(param.shape), param.dtype),
         unsharded=spec_of(param) if isinstance(param, DTensor) else None,
         free_dims=free_dims,
-        kind=RaggedTensor if any(isinstance(p, RaggedShard) for p in placements) else DTensor,
+        kind=RaggedTensor if is_ragged else DTensor,
     )
 
 

@@ -8,10 +8,12 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from shardkit import Blocks, fully_shard
 from shardkit.placement import RaggedShard
 from shardkit.ragged import RaggedTensor, distribute_tensor, ragged_spec, redistribute
 from tests.parity.ragged_layouts import CASES, mesh_of, values
@@ -54,8 +56,11 @@ def _construction(rank: int, world_size: int) -> None:
 def _older_torch(rank: int, world_size: int) -> None:
     """torch 2.11 runs DTensor's own rules on its subclasses; stands in for it: DTensor's own dispatch."""
     RaggedTensor.__torch_dispatch__ = classmethod(DTensor.__torch_dispatch__.__func__)
-    with pytest.raises(NotImplementedError, match=r"need a torch that lets a DTensor subclass dispatch"):
+    words = r"need a torch that lets a DTensor subclass dispatch"
+    with pytest.raises(NotImplementedError, match=words):
         _ragged()
+    with pytest.raises(NotImplementedError, match=words):
+        fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda param: Blocks())
 
 
 def test_a_torch_that_never_asks_the_subclass_is_refused_by_name():
