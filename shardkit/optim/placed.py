@@ -105,7 +105,9 @@ def placed(name: str, param: Tensor) -> Placed:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory, without history."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return local_of(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def local_grad(name: str, param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -124,13 +126,15 @@ def local_grad(name: str, param: Tensor, dtype: torch.dtype | None = None) -> Te
             f"param {name!r}: expected its gradient to lie as it does, {drawn(param)}, got {drawn(grad)}. "
             "Redistribute the gradient before step()."
         )
-    dtype = dtype or grad.dtype
-    if grad.dtype != dtype and torch.promote_types(grad.dtype, dtype) != dtype:
+    own = wait_async(local(grad)).contiguous()
+    if dtype is None or grad.dtype == dtype:
+        return own
+    if torch.promote_types(grad.dtype, dtype) != dtype:
         raise TypeError(
             f"param {name!r}: it is {param.dtype} and its gradient {grad.dtype}, which its state would round "
             f"to {dtype}. Keep the parameter in {grad.dtype}, or cast the gradient before step()."
         )
-    return wait_async(local(grad)).to(dtype).contiguous()
+    return own.to(dtype)
 
 
 def lie_alike(a: Tensor, b: Tensor) -> bool:
