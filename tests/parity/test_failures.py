@@ -208,16 +208,22 @@ def test_plans_that_differ_are_an_error_on_every_rank(build: Callable[[int], nn.
     assert f": {DIFFERENCES[build]}" in messages[1]  # each rank tells its own side
 
 
+def questions_asked() -> list[object]:
+    """What a forked rank asks the others about from now on; it grows."""
+    asked: list[object] = []
+
+    def count(*args: object, **options: object) -> None:
+        asked.append(args)
+        check_agreement(*args, **options)
+
+    shardkit.checks.check_agreement = count
+    return asked
+
+
 @both_layouts
 def test_equal_plans_are_compared_once_and_train() -> None:
     def check(rank: int, world_size: int) -> None:
-        asked = []
-
-        def count(*args: object, **options: object) -> None:
-            asked.append(args)
-            check_agreement(*args, **options)
-
-        shardkit.checks.check_agreement = count  # of this forked rank
+        asked = questions_asked()
         model = CASE.sharded(fully_shard)
         for _ in range(2):
             model.zero_grad()
@@ -286,13 +292,7 @@ def test_ranks_that_freeze_alike_are_asked_once_for_each_choice() -> None:
     """As a generator and a critic in one model do at every step."""
 
     def check(rank: int, world_size: int) -> None:
-        asked = []
-
-        def count(*args: object, **options: object) -> None:
-            asked.append(args)
-            check_agreement(*args, **options)
-
-        shardkit.checks.check_agreement = count  # of this forked rank
+        asked = questions_asked()
         model = equal_layers()
         for step in range(6):
             model.layers[0].requires_grad_(step % 2 == 0)
