@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardkit import _torch
 from shardkit.boxes import Box, Layout, local_boxes, local_part, local_shape
+from shardkit.collectives import all_reduce_now
 from shardkit.mesh import device_of
 from shardkit.placement import RaggedShard, contiguous_stride
 from shardkit.specs import coordinate_of
@@ -316,7 +317,7 @@ def _opened_groups(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, dist.Proc
         if group in _opened or group.bound_device_id is not None:
             continue
         if _torch.backend_name(group, device) == "nccl":
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            all_reduce_now(torch.zeros(1, device=device), group, "redistribute, first message")
             _opened.add(group)
     return groups
 
