@@ -93,7 +93,7 @@ def make_buckets(
         for old in before:
             if old.spec.axes is bucket.spec.axes:
                 bucket.gather.comm, bucket.grads.comm = old.gather.comm, old.grads.comm
-                bucket.gather.small_group, bucket.reduce_route = old.gather.small_group, old.reduce_route
+                bucket.gather.small_group, bucket.grads.route = old.gather.small_group, old.grads.route
     return buckets
 
 

@@ -43,9 +43,8 @@ class Bucket:
     ) -> None:
         self.params, self.spec, self.label = tuple(params), spec, ""
         self.gather = gather
-        self.reduce_route = gather.route  # a group of its own, where the user asked
         self.replicate_route = replicate_route
-        self.grads = GradBuffer(self.params, spec)
+        self.grads = GradBuffer(self.params, spec, gather.route)
         self._ready: torch.Event | None = None  # where gathers run ahead
         self._num_replaced = 0
         self._seen = self._gathering = (-1, -1)  # the values that were gathered, and are being gathered

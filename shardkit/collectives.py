@@ -17,7 +17,7 @@ it belongs instead, in pairs; each message bears the bucket's tag, so two units 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -143,9 +143,31 @@ def reduce_scatter(
     if _active:
         _count("reduce_scatter", (route.group.size() - 1) * output.nbytes)
     if _is_pairwise(route):
-        return _pairwise_reduce_scatter(output, rows, route, label)
+        return _pairwise_reduce_scatter([output], [[row] for row in rows], route, label)
     reduce_scatter_single(output, rows.view(-1), op, route.group)
     return Pending([], "reduce_scatter", label, route)
+
+
+def sends_parts(route: Route) -> bool:
+    """Whether `reduce_scatter_parts` is there for `route`."""
+    return _is_pairwise(route)
+
+
+def reduce_scatter_parts(
+    outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str
+) -> Pending:
+    """`reduce_scatter`, summing, of rows that lie in parts; every part is a message, and none is written to.
+
+    Collective over `route.group`: all ranks must call, where `sends_parts`.
+
+    Args:
+        outputs: contiguous tensors that this rank's row becomes, in order.
+        sends: by group rank, contiguous tensors of as many elements as its outputs have; its own included.
+    """
+    if _active:
+        others = [parts for rank, parts in enumerate(sends) if rank != route.group.rank()]
+        _count("reduce_scatter", sum(part.nbytes for parts in others for part in parts))
+    return _pairwise_reduce_scatter(outputs, sends, route, label)
 
 
 def all_reduce(tensor: Tensor, route: Route, label: str, op: Op = dist.ReduceOp.SUM) -> Pending:
@@ -251,40 +273,38 @@ def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]
     return works
 
 
-def _pairwise_reduce_scatter(output: Tensor, rows: Tensor, route: Route, label: str) -> Pending:
-    """Send every row to its owner at once; receive two at a time, adding one while the next arrives.
+def _pairwise_reduce_scatter(
+    outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str
+) -> Pending:
+    """Send every part to its owner at once; receive two rows at a time, at first, then a part for a part.
 
-    What is free serves as scratch: at first the output, then this rank's own row, which is never sent.
-
-    step        1        2         3          4         5
-    into        output   scratch   own row    scratch   own row
-    then adds   own row  scratch   own row    scratch   own row
+    step        1           2         3                      4
+    into        outputs     scratch   scratch, each part when that of step 2 has been added
+    then adds   own parts   scratch   scratch                ..
     """
     group, tag = route.group, route.tag + 1  # a gather of the same bucket may be under way
     rank, size = group.rank(), group.size()
-    if output.numel() == 0:
-        return Pending([], "reduce_scatter", label, route)
-    own, scratch = rows[rank], output.new_empty(num_scratch_rows(route), output.numel())
+    pairs = [(output, own) for output, own in zip(outputs, sends[rank], strict=True) if output.numel()]
+    scratch = [torch.empty_like(output) for output, _ in pairs] if num_scratch_rows(route) else []
 
-    def place(step: int) -> Tensor:
-        return scratch[0] if step % 2 == 0 else own if step > 1 else output
+    def receive(step: int, index: int) -> dist.Work:
+        place = pairs[index][0] if step == 1 else scratch[index]
+        return group.recv([place], (rank - step) % size, tag)
 
-    def receive(step: int) -> dist.Work:
-        return group.recv([place(step)], (rank - step) % size, tag)
-
+    indices = range(len(pairs))
     with _naming_the_missing("reduce_scatter", label, route):
-        receives = {step: receive(step) for step in range(1, min(3, size))}
-        sends = [
-            group.send([rows[(rank + step) % size]], (rank + step) % size, tag) for step in range(1, size)
-        ]
+        receives = {(step, i): receive(step, i) for step in range(1, min(3, size)) for i in indices}
+        peers = [(rank + step) % size for step in range(1, size)]
+        sent = [group.send([part], peer, tag) for peer in peers for part in sends[peer] if part.numel()]
 
     def add_as_they_come() -> None:
         for step in range(1, size):
-            receives.pop(step).wait()
-            output.add_(own if step == 1 else place(step))
-            if step + 2 < size:
-                receives[step + 2] = receive(step + 2)
-        for send in sends:
+            for i, (output, own) in enumerate(pairs):
+                receives.pop((step, i)).wait()
+                output.add_(own if step == 1 else scratch[i])
+                if 1 < step < size - 1:
+                    receives[step + 1, i] = receive(step + 1, i)
+        for send in sent:
             send.wait()
 
     return Pending([], "reduce_scatter", label, route, add_as_they_come)

@@ -1,53 +1,64 @@
 """GradBuffer: unsharded gradients on their way into one reduction.
 
-Level 10 of the data flow: holds. Every gradient is written once into the rows that a reduce-scatter will
-consume, with the cast to the reduce dtype, and is freed: a large one as soon as autograd has it, small ones
-together when the unit's backward is over. Without gradient sync the rows simply stay, and the next
-micro-batch adds to them in the reduce dtype. Behind each row is a tail of flags, summed by the same
-reduction, that tells every rank which parameters were used somewhere and which were not.
+Level 10 of the data flow: holds. Gradients go into the rows that a reduce-scatter will consume and are freed,
+a large one as soon as autograd has it, small ones together when the unit's backward is over. Where ranks send
+to one another in pairs, a large one is written nowhere: it stays as autograd left it until its parts are with
+their owners. Without gradient sync all of it simply stays, and the next micro-batch adds to it in the reduce
+dtype.
 
-    row of rank r   | its chunk of every trainable parameter | used: 1 1 0 | unused: 0 0 1 |
-
-Two flags a parameter, not one: a sum of ones in bfloat16 stops at 256, but a positive sum stays positive.
+Flags travel along that say which parameters were used somewhere and which were not. Two a parameter, not one:
+a sum of ones in bfloat16 stops at 256, but a positive sum stays positive.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardkit._torch import ReduceScatter, split_flat
-from shardkit.buffer import FlatBuffer
-from shardkit.layout import BucketSpec, Layout, Segment, reduce_layout
+from shardkit.collectives import Route, sends_parts
+from shardkit.grad_rows import GradRows, contiguous_grad
+from shardkit.layout import BucketSpec, ReduceLayout, can_be_direct, reduce_layout
+from shardkit.schedule import grads_to_sweep
 from shardkit.sharded_param import ShardedParam
 
 _wants_grad = attrgetter("sharded.requires_grad")
 
 
-class GradBuffer:
-    """The rows of one bucket's gradients, from the first gradient to the reduction."""
+class Taken(NamedTuple):
+    """A bucket's gradients, ready to be reduced."""
 
-    def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec) -> None:
+    rows: Tensor  # (num_ranks * layout.rows.row_numel,)
+    direct: list[Tensor]  # gradients whose parts go straight to their owners, each contiguous
+    used_all: bool  # every parameter had a gradient
+
+
+class GradBuffer:
+    """The gradients of one bucket, from the first one to the reduction."""
+
+    def __init__(self, params: Sequence[ShardedParam], spec: BucketSpec, route: Route | None) -> None:
         self.params, self.spec = params, spec
+        self.route = route  # of the reduction; over a group of its own, where the user asked
         self.comm: ReduceScatter | None = None  # the user's, which allocates the rows too
         self.partial: Tensor | None = None  # (row_numel,), reduced over the shard axis, not over the replicas
-        self.trainable: tuple[int, ...] = ()  # indices of the parameters in the rows
-        self.layout: Layout | None = None
-        self._buffer: FlatBuffer | None = None  # of the rows, where they do not become the gradients
-        self._rows: Tensor | None = None  # (num_ranks * row_numel,)
-        self._placed_in: Tensor | None = None  # the rows that `_places` are views of
-        self._segments_of: dict[int, tuple[Segment, ...]] = {}
-        self._whole: dict[int, tuple[int, ...]] = {}  # as what a gradient fills its place, all of it in order
-        self._places: dict[int, list[Tensor]] = {}  # of each parameter in the rows, a tensor a segment
-        self._gaps: list[Tensor] = []
-        self._tails = self._all_used = torch.empty(0)  # (num_ranks, tail_numel), and what they mostly hold
-        self._row_pieces: list[Tensor] = []  # meta tensors shaped as what follows one another in a row
-        self._piece_of: list[int] = []  # which of them is the gradient of each trainable parameter
+        self.trainable: tuple[int, ...] = ()  # indices of the parameters that are reduced
+        self.layout: ReduceLayout | None = None
+        itemsize = spec.compute_dtype.itemsize
+        self.swept = grads_to_sweep([slot.numel * itemsize for slot in spec.layout.slots])
+        large = [index for index in range(len(params)) if index not in self.swept]
+        self._contiguous = frozenset([index for index in large if can_be_direct(spec.layout, index)])
+        self._direct: frozenset[int] = frozenset()  # indices of the parameters that need no rows
+        self._kept: dict[int, Tensor] = {}  # their gradients, contiguous
+        self._grad_rows: GradRows | None = None  # of the others
+        self._rows: Tensor | None = None  # while gradients are added
         self._used: set[int] = set()
+        self._all_used = torch.empty(0)  # (tail_numel,), the flags that say so
+        self._received = _Received([], [])
 
     @property
     def is_empty(self) -> bool:
@@ -55,25 +66,22 @@ class GradBuffer:
         return self._rows is None
 
     def add(self, grads: Mapping[int, Tensor]) -> None:
-        """Write, or add, gradients (index of the parameter -> its unsharded gradient) into the rows."""
-        if self._rows is None:
-            self._allocate()
-        new: tuple[list[Tensor], list[Tensor]] = ([], [])
-        more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        used, places_of, whole = self._used, self._places, self._whole
-        for index, grad in grads.items():
-            places, parts = more if index in used else new
-            places += places_of.get(index) or self._places_of(index)
-            size = whole.get(index)
-            if size is not None and grad.is_contiguous():
-                parts.append(grad.view(*size))  # a third faster than view(size)
-            else:
-                parts += self._parts_of(index, grad)
+        """Take gradients (index of the parameter -> its unsharded gradient), or add them to earlier ones.
+
+        Raises:
+            RuntimeError: a parameter that had no gradient in earlier micro-batches has one now.
+        """
+        grad_rows = self._prepare()
+        if not self._used.issuperset(grads) and not set(self.trainable).issuperset(grads):
+            _refuse_new([self.params[index].name for index in sorted(set(grads) - set(self.trainable))])
+        if self._direct:
+            for index in self._direct.intersection(grads):
+                self._keep(index, grads[index])
+            in_rows = {index: grad for index, grad in grads.items() if index not in self._direct}
+            grad_rows.write(in_rows, self._used)
+        else:
+            grad_rows.write(grads, self._used)
         self._used.update(grads)
-        if new[0]:
-            torch._foreach_copy_(*new)
-        if more[0]:
-            torch._foreach_add_(*more)
 
     def sweep(self) -> None:
         """Take every `.grad` of a gathered parameter, whoever put it there: pipelining sets them by hand."""
@@ -86,117 +94,78 @@ class GradBuffer:
         if grads:
             self.add(grads)
 
-    def take(self) -> tuple[Tensor, bool]:
-        """The rows (num_ranks * row_numel,), with unused parameters zero and flags written; now it is empty.
-
-        The second result says whether every parameter had a gradient.
-        """
-        if self._rows is None:
-            self._allocate()
-        rows = self._rows
+    def take(self) -> Taken:
+        """The gradients, with zeros for unused parameters, and flags; now it is empty."""
+        grad_rows = self._prepare()
+        rows, kept, used = self._rows, self._kept, self._used
         assert rows is not None
-        all_used = len(self._used) == len(self.trainable)
-        unused = [] if all_used else [index for index in self.trainable if index not in self._used]
-        if unused:
-            torch._foreach_zero_([place for index in unused for place in self._places_of(index)])
-        self._tails.copy_(_flags(self.trainable, unused, self.spec) if unused else self._all_used)
-        self._rows = None
-        self._used = set()
-        return rows, not unused
+        self._rows, self._kept, self._used = None, {}, set()
+        used_all = len(used) == len(self.trainable)
+        unused = [] if used_all else [index for index in self.trainable if index not in used]
+        flags = _flags(self.trainable, unused, self.spec) if unused else self._all_used
+        grad_rows.finish([index for index in unused if index not in self._direct], flags)
+        for index in self._direct.intersection(unused):
+            kept[index] = rows.new_zeros(self.spec.layout.slots[index].numel)
+        return Taken(rows, [kept[index] for index in self.trainable if index in self._direct], used_all)
 
     def split_row(self, row: Tensor) -> list[Tensor]:
-        """This rank's part of every trainable parameter's gradient, views of a reduced row (row_numel,)."""
-        views = split_flat(row, self._row_pieces)
-        return [views[piece] for piece in self._piece_of]
+        """This rank's part of every trainable parameter's gradient: views of what it received."""
+        views = split_flat(row, self._received.pieces)
+        return [views[piece] for piece in self._received.piece_of]
 
     def free(self) -> None:
-        """Give up the rows that were taken: the reduction has consumed them, or they live on as gradients."""
-        if self._rows is not None:
-            return
-        if self._buffer is not None and self._placed_in is self._buffer.flat:
-            self._buffer.free()
-        else:  # not ours: what is cached must not keep them alive
-            self._placed_in, self._places, self._gaps = None, {}, []
-            self._tails = torch.empty(0)
+        """Give up what was taken: the reduction has consumed it, or it lives on as gradients."""
+        if self._rows is None and self._grad_rows is not None:
+            self._grad_rows.free()
 
     def drop(self) -> None:
         """Forget what was not reduced: the iteration failed."""
         self._rows = self.partial = None
-        self._used = set()
+        self._kept, self._used = {}, set()
         self.free()
 
-    def _allocate(self) -> None:
-        trainable = tuple([index for index, wants in enumerate(map(_wants_grad, self.params)) if wants])
-        if self.layout is None or trainable != self.trainable:
-            if self.partial is not None:
-                switched = sorted(set(trainable) ^ set(self.trainable))
-                _refuse_switch([self.params[index].name for index in switched])
-            self.trainable, self._buffer, self._places = trainable, None, {}
-            self.layout = reduce_layout(self.spec.layout, trainable)
-            self._row_pieces, self._piece_of = _pieces_of_row(self.layout)
-            slots = zip(trainable, self.layout.slots, strict=True)
-            self._segments_of = {index: slot.segments for index, slot in slots}
-            self._whole = {
-                index: segments[0].size
-                for index, segments in self._segments_of.items()
-                if self.params[index].sharding.unsharded is None and _is_whole(segments)
-            }
-            self._all_used = _flags(trainable, (), self.spec)
-        layout, spec = self.layout, self.spec
-        if self.comm is not None:
-            rows = self.comm.allocate((layout.numel,), dtype=spec.reduce_dtype, device=spec.device)
-        elif layout.num_ranks == 1:  # the rows become the gradients
-            rows = torch.empty(layout.numel, dtype=spec.reduce_dtype, device=spec.device)
-        elif self._buffer is not None:
-            self._buffer.allocate()
-            rows = self._buffer.flat
+    def direct_of(self, trainable: Sequence[int]) -> frozenset[int]:
+        """Which gradients need no rows: their parts are sent from where they lie, and nothing divides them
+        before.
+        """
+        if self.partial is not None:
+            return self._direct  # it was received as these are
+        spec, route = self.spec, self.route
+        if route is None or self.comm is not None or spec.layout.num_ranks == 1 or not sends_parts(route):
+            return frozenset()
+        if spec.device.type != "cpu" or spec.reduce_dtype == torch.float16:
+            return frozenset()
+        return self._contiguous.intersection(trainable)
+
+    def _prepare(self) -> GradRows:
+        """The rows, allocated."""
+        if self._rows is None or self._grad_rows is None:
+            trainable = tuple([index for index, wants in enumerate(map(_wants_grad, self.params)) if wants])
+            direct = self.direct_of(trainable)
+            if self._grad_rows is None or trainable != self.trainable or direct != self._direct:
+                if self.partial is not None:
+                    switched = sorted(set(trainable) ^ set(self.trainable))
+                    _refuse_switch([self.params[index].name for index in switched])
+                self._grad_rows = self._lay_out(trainable, direct)
+            self._rows = self._grad_rows.allocate(self.comm)
+        return self._grad_rows
+
+    def _lay_out(self, trainable: tuple[int, ...], direct: frozenset[int]) -> GradRows:
+        """Prepare for the gradients of these parameters."""
+        self.trainable, self._direct = trainable, direct
+        self.layout = reduce_layout(self.spec.layout, trainable, direct)
+        self._received = _pieces_received(self.layout)
+        self._all_used = _flags(trainable, (), self.spec)
+        in_rows = {index: self.params[index] for index in trainable if index not in direct}
+        return GradRows(in_rows, self.layout.rows, self.spec)
+
+    def _keep(self, index: int, grad: Tensor) -> None:
+        """Hold a gradient as it is, or add it to that of an earlier micro-batch."""
+        local = contiguous_grad(self.params[index], grad)
+        if index in self._used:
+            self._kept[index].add_(local)
         else:
-            self._buffer = FlatBuffer(layout.numel, spec.reduce_dtype, spec.device)
-            rows = self._buffer.flat
-        if rows is not self._placed_in:
-            self._placed_in, self._places = rows, {}
-            strides = (layout.row_numel, 1)
-            self._gaps = [rows.as_strided((g.num_rows, g.numel), strides, g.offset) for g in layout.gaps]
-            tail = (layout.num_ranks, layout.tail_numel)
-            self._tails = rows.as_strided(tail, strides, layout.row_numel - layout.tail_numel)
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
-        self._rows = rows
-
-    def _places_of(self, index: int) -> list[Tensor]:
-        """Where the gradient of a parameter goes in the rows."""
-        if index not in self._places:
-            assert self._rows is not None
-            rows = self._rows
-            places = [rows.as_strided(s.size, s.rows_strides, s.rows_offset) for s in self._segments(index)]
-            self._places[index] = places
-        return self._places[index]
-
-    def _parts_of(self, index: int, grad: Tensor) -> list[Tensor]:
-        """The gradient, cut as its places are."""
-        sharding = self.params[index].sharding
-        local = grad if sharding.unsharded is None else sharding.local_grad(grad)
-        if not local.is_contiguous():  # as a sparse one is not
-            local = (local.to_dense() if local.is_sparse else local).contiguous()
-        segments = self._segments(index)
-        if _is_whole(segments):
-            return [local.view(segments[0].size)]
-        start = local.storage_offset()
-        return [local.as_strided(s.size, s.param_strides, start + s.param_offset) for s in segments]
-
-    def _segments(self, index: int) -> tuple[Segment, ...]:
-        segments = self._segments_of.get(index)
-        if segments is None:
-            raise RuntimeError(
-                f"param {self.params[index].name!r}: requires_grad was switched on between micro-batches "
-                "without gradient sync, whose buffer has no place for it. Switch it after a synced backward."
-            )
-        return segments
-
-
-def _is_whole(segments: Sequence[Segment]) -> bool:
-    """Whether one copy takes a contiguous gradient from its first element to its last."""
-    return len(segments) == 1 and len(segments[0].size) <= 2
+            self._kept[index] = local.to(self.spec.reduce_dtype)
 
 
 def _flags(trainable: Sequence[int], unused: Sequence[int], spec: BucketSpec) -> Tensor:
@@ -204,6 +173,14 @@ def _flags(trainable: Sequence[int], unused: Sequence[int], spec: BucketSpec) ->
     used = [float(index not in unused) for index in trainable]
     flags = torch.tensor(used + [1.0 - flag for flag in used], dtype=spec.reduce_dtype)
     return flags.to(spec.device, non_blocking=True)  # else the host would wait for the stream
+
+
+def _refuse_new(names: Sequence[str]) -> NoReturn:
+    """The gradients of earlier micro-batches have no place for another one's."""
+    raise RuntimeError(
+        f"param {names[0]!r}: requires_grad was switched on between micro-batches without gradient sync, "
+        "whose buffer has no place for it. Switch it after a synced backward."
+    )
 
 
 def _refuse_switch(names: Sequence[str]) -> NoReturn:
@@ -214,17 +191,25 @@ def _refuse_switch(names: Sequence[str]) -> NoReturn:
     )
 
 
-def _pieces_of_row(layout: Layout) -> tuple[list[Tensor], list[int]]:
-    """The parameters' parts of a row, and the padding between them, in order; and where each parameter is."""
+class _Received(NamedTuple):
+    """What a reduction receives, cut."""
+
+    pieces: list[Tensor]  # meta tensors shaped as what follows one another
+    piece_of: list[int]  # which of them is the gradient of each trainable parameter
+
+
+def _pieces_received(layout: ReduceLayout) -> _Received:
+    """The parameters' parts, and the padding between them, in order."""
     pieces: list[Tensor] = []
-    piece_of = [0] * len(layout.slots)
+    piece_of = [0] * len(layout.places)
     end = 0
-    for position in sorted(range(len(layout.slots)), key=lambda i: layout.slots[i].shard_offset):
-        slot = layout.slots[position]
-        start = slot.shard_offset if slot.local_numel else end
+    for position in sorted(range(len(layout.places)), key=layout.places.__getitem__):
+        offset, shape = layout.places[position]
+        numel = math.prod(shape)
+        start = offset if numel else end
         if start > end:
             pieces.append(torch.empty(start - end, device="meta"))
         piece_of[position] = len(pieces)
-        pieces.append(torch.empty(slot.local_shape, device="meta"))
-        end = start + slot.local_numel
-    return pieces, piece_of
+        pieces.append(torch.empty(shape, device="meta"))
+        end = start + numel
+    return _Received(pieces, piece_of)

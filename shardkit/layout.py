@@ -10,14 +10,15 @@ of. A buffer is rows, one a rank; a row is what that rank sends to a gather or r
     row 1   | w2 w3 | b2  . |       =         one segment copies w's columns, one b's
                                               (ragged layouts have no segments: the rows *are* the parameters)
 
-A reduce buffer has the rows of the trainable parameters only, and a tail of flags behind each row.
+A reduce buffer has the rows of the trainable parameters only, and a tail of flags behind each row. Where
+ranks send to one another in pairs, a large gradient needs no row: its parts go to their owners directly.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -210,13 +211,98 @@ def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, ta
     )
 
 
-def reduce_layout(layout: Layout, indices: Sequence[int]) -> Layout:
-    """The rows that reduce the gradients of some of a layout's parameters, two flags each at their ends."""
-    tail_numel = 2 * len(indices)
-    if isinstance(layout.source, RaggedSource):
-        return ragged_layout(layout.source, layout.rank, indices, tail_numel=tail_numel)
-    shapes = [layout.source[index] for index in indices]
-    return interleaved_layout(shapes, layout.num_ranks, layout.rank, tail_numel=tail_numel)
+class DirectParts(NamedTuple):
+    """A gradient that goes to its owners in contiguous parts, one a rank."""
+
+    numels: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """This rank's part of a gradient in what it receives."""
+
+    offset: int
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """What reduces the gradients of some of a bucket's parameters, and what a rank receives of them.
+
+    received by rank r      | its part of one direct | of another | .. | row r: the others, and the flags |
+    """
+
+    rows: Layout  # of what is not direct, in definition order; two flags for each, direct or not
+    direct: dict[int, DirectParts]  # by the position among these parameters
+    places: tuple[Place, ...]  # of each in what this rank receives
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that reduce."""
+        return self.rows.num_ranks
+
+    @property
+    def tail_numel(self) -> int:
+        """Flags, and where they are: at the end of what is received."""
+        return self.rows.tail_numel
+
+    @property
+    def row_numel(self) -> int:
+        """Elements that this rank receives."""
+        return self.row_offset + self.rows.row_numel
+
+    @property
+    def row_offset(self) -> int:
+        """Where its row begins in what it receives."""
+        return sum(_aligned(parts.numels[self.rows.rank]) for parts in self.direct.values())
+
+    @property
+    def direct_numel(self) -> int:
+        """Elements of all gradients that need no rows."""
+        return sum(sum(parts.numels) for parts in self.direct.values())
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that this rank sends."""
+        own = sum(parts.numels[self.rows.rank] for parts in self.direct.values())
+        return self.direct_numel - own + (self.num_ranks - 1) * self.rows.row_numel
+
+
+def reduce_layout(layout: Layout, indices: Sequence[int], direct: Collection[int] = ()) -> ReduceLayout:
+    """How the gradients of some of a layout's parameters are reduced.
+
+    Args:
+        direct: those of `indices` whose parts go straight to their owners; each of `can_be_direct`.
+    """
+    rank, source, tail_numel = layout.rank, layout.source, 2 * len(indices)
+    others = [index for index in indices if index not in direct]
+    if not isinstance(source, RaggedSource):
+        shapes = [source[index] for index in others]
+        rows = interleaved_layout(shapes, layout.num_ranks, rank, tail_numel=tail_numel)
+    elif direct:
+        rows = _close_rows(source, rank, others, tail_numel)
+    else:
+        rows = ragged_layout(source, rank, others, tail_numel=tail_numel)
+    parts = {
+        position: DirectParts(_part_numels(layout, index), layout.slots[index].local_shape)
+        for position, index in enumerate(indices)
+        if index in direct
+    }
+    places, offset, slots = [], 0, iter(rows.slots)
+    start_of_row = sum(_aligned(part.numels[rank]) for part in parts.values())
+    for position in range(len(indices)):
+        if position in parts:
+            places.append(Place(offset, parts[position].local_shape))
+            offset += _aligned(parts[position].numels[rank])
+        else:
+            slot = next(slots)
+            places.append(Place(start_of_row + slot.shard_offset, slot.local_shape))
+    return ReduceLayout(rows, parts, tuple(places))
+
+
+def can_be_direct(layout: Layout, index: int) -> bool:
+    """Whether every rank's part of the parameter is contiguous in the whole."""
+    return isinstance(layout.source, RaggedSource) or layout.source[index].dim == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +416,52 @@ def _ragged_segments(start: int, numel: int, shard_numel: int, row_numel: int) -
             segments.append(Segment((piece,), done, (1,), place, (1,)))
         done += max(num_whole, 1) * piece
     return tuple(segments)
+
+
+def _close_rows(source: RaggedSource, rank: int, indices: Sequence[int], tail_numel: int) -> Layout:
+    """Rows of a few of a plan's parameters, each rank's parts close together: the others leave no holes."""
+    plan, names = source.plan, [source.params[index].name for index in indices]
+    by_start = sorted(names, key=plan.starts.__getitem__)
+    parts = {name: [plan.local_range(name, r) for r in range(plan.num_ranks)] for name in names}
+    steps = {name: [_aligned(part.numel) for part in parts[name]] for name in names}
+    used = [sum(steps[name][r] for name in names) for r in range(plan.num_ranks)]
+    row_numel = _aligned(max(used) + tail_numel)
+    offsets: dict[str, list[int]] = {}
+    ends = [0] * plan.num_ranks
+    for name in by_start:
+        offsets[name], ends = ends, [end + step for end, step in zip(ends, steps[name], strict=True)]
+    gaps = [Gap(r * row_numel + used[r], 1, row_numel - tail_numel - used[r]) for r in range(plan.num_ranks)]
+    slots = []
+    for name, shape, local_shape in (source.params[index] for index in indices):
+        segments = []
+        for r, (part, offset) in enumerate(zip(parts[name], offsets[name], strict=True)):
+            place = r * row_numel + offset
+            gaps.append(Gap(place + part.numel, 1, _aligned(part.numel) - part.numel))
+            if part.numel:
+                segments.append(Segment((part.numel,), part.start_in_tensor, (1,), place, (1,)))
+        slots.append(Slot(name, shape, local_shape, offsets[name][rank], plan.starts[name], tuple(segments)))
+    return Layout(
+        num_ranks=plan.num_ranks,
+        rank=rank,
+        row_numel=row_numel,
+        tail_numel=tail_numel,
+        unsharded_numel=plan.num_ranks * plan.shard_numel,
+        in_place=False,
+        slots=tuple(slots),
+        gaps=tuple(gap for gap in gaps if gap.numel),
+        columns=(),
+        source=source,
+    )
+
+
+def _part_numels(layout: Layout, index: int) -> tuple[int, ...]:
+    """Elements of one parameter that each rank owns, in the order of the ranks."""
+    if isinstance(layout.source, RaggedSource):
+        plan, name = layout.source.plan, layout.source.params[index].name
+        return tuple(plan.local_numels(name))
+    param = layout.source[index]
+    numel, chunk = math.prod(param.shape), _chunk_numel(param, layout.num_ranks)
+    return tuple([max(0, min(chunk, numel - rank * chunk)) for rank in range(layout.num_ranks)])
 
 
 def _gap_of(segment: Segment, row_numel: int) -> Gap:

@@ -195,7 +195,7 @@ class FSDPModule(TorchFSDPModule):
                 groups[name] = dist.new_group(
                     ranks, use_local_synchronization=True, group_desc="shardkit_reduce_scatter"
                 )
-            bucket.reduce_route = (
+            bucket.grads.route = (
                 new_route(groups[name], bucket.spec.device) if enable else bucket.gather.route
             )
 

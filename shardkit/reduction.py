@@ -1,8 +1,9 @@
 """Reduction: one bucket's gradients on the wire, and what becomes of them.
 
-Level 11 of the data flow: moves. Takes the rows of a `GradBuffer`; gives `.grad` on the sharded parameters.
+Level 11 of the data flow: moves. Takes what a `GradBuffer` holds; gives `.grad` on the sharded parameters.
 
     rows --divide--> reduce_scatter --> row --all_reduce over replicas--> divide --> flags --cast--> .grad
+                     (parts of large gradients are sent from where these lie, where messages go in pairs)
 
 On CUDA all of it is put on streams at once and the rows are held until it has passed; on the CPU the second
 half runs when the reduction is waited for.
@@ -22,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
 from shardkit.bucket import Bucket
 from shardkit.buffer import empty_flat
-from shardkit.collectives import Pending, all_reduce, reduce_scatter
+from shardkit.collectives import Pending, all_reduce, reduce_scatter, reduce_scatter_parts
 from shardkit.errors import UnevenUseError
-from shardkit.layout import Layout
+from shardkit.grads import Taken
+from shardkit.layout import ReduceLayout
 from shardkit.precision import Division, division
 from shardkit.sharded_param import ShardedParam
 from shardkit.streams import Streams
@@ -50,10 +52,11 @@ class Reduction:
         self._options, self._replicas = options, bucket.replicate_route
         grads = bucket.grads
         with torch.no_grad():
-            rows, self._used_all = grads.take()
+            taken = grads.take()
         assert grads.layout is not None
-        self._rows: Tensor | None = rows
-        self._layout: Layout = grads.layout
+        self._taken: Taken | None = taken
+        self._used_all = taken.used_all
+        self._layout: ReduceLayout = grads.layout
         self._trainable = grads.trainable
         self._division = _choose_division(bucket, options)
         self._op = dist.ReduceOp.AVG if self._division.average else dist.ReduceOp.SUM
@@ -63,29 +66,29 @@ class Reduction:
         with streams.on(streams.reduce_scatter):
             streams.wait(event)
             if self._division.before != 1:
-                self._rows.div_(self._division.before)
+                taken.rows.div_(self._division.before)
             self._row: Tensor | None
-            self._row, self._pending = self._reduce_scatter(self._rows)
+            self._row, self._pending = self._reduce_scatter(taken)
             if streams.runs_ahead:
                 self._collect()
 
     def finish(self) -> None:
         """Return when the gradients are there for the current stream, and let go of the rows."""
-        if self._rows is None:
+        if self._taken is None:
             return
         if self.streams.runs_ahead:
             self.streams.wait(self._event)
         else:
             self._collect()
-        self._rows = self._row = None
+        self._taken = self._row = self._pending = None
         self.bucket.grads.free()
 
     def drop(self) -> None:
         """Wait for what is on the wire, and forget it: the backward that it came from has failed."""
-        if self._rows is not None and self._pending is not None:
+        if self._taken is not None and self._pending is not None:
             self._pending.wait()
         self.streams.wait(self._event)  # it may still read the rows, and write what is in `.grad` already
-        self._rows = None
+        self._taken = self._pending = None
         self.bucket.grads.free()
 
     def wait_on_host(self) -> None:
@@ -102,8 +105,9 @@ class Reduction:
                 event.synchronize()
             self._check_flags(flags.tolist())
 
-    def _reduce_scatter(self, rows: Tensor) -> tuple[Tensor, Pending | None]:
-        layout, route, comm = self._layout, self.bucket.reduce_route, self.bucket.grads.comm
+    def _reduce_scatter(self, taken: Taken) -> tuple[Tensor, Pending | None]:
+        layout, grads, rows = self._layout, self.bucket.grads, taken.rows
+        route, comm = grads.route, grads.comm
         if route is None or layout.num_ranks == 1:
             return rows, None
         if comm is not None:
@@ -111,6 +115,9 @@ class Reduction:
             comm(output_tensor=row, input_tensor=rows, group=route.group, op=self._op, async_op=False)
             return row, None
         row = empty_flat(layout.row_numel, rows.dtype, rows.device)
+        if layout.direct:
+            outputs, sends = _parts(layout, row, taken)
+            return row, reduce_scatter_parts(outputs, sends, route, self.bucket.label)
         rows = rows.view(layout.num_ranks, layout.row_numel)
         return row, reduce_scatter(row, rows, route, self.bucket.label, self._op)
 
@@ -210,8 +217,19 @@ class Reduction:
         return local.to(spec.shard_device, non_blocking=spec.pin_memory and not read_at_once)
 
 
+def _parts(layout: ReduceLayout, row: Tensor, taken: Taken) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Part by part: what this rank receives, as pieces of `row`, and what each rank is sent."""
+    numels = [parts.numels for parts in layout.direct.values()]
+    offsets = [layout.places[position].offset for position in layout.direct]
+    outputs = [row.narrow(0, at, of[layout.rows.rank]) for at, of in zip(offsets, numels, strict=True)]
+    outputs.append(row[layout.row_offset :])
+    direct = [grad.view(-1).split(of) for grad, of in zip(taken.direct, numels, strict=True)]
+    rows = taken.rows.view(layout.num_ranks, -1).unbind()
+    return outputs, [list(parts) for parts in zip(*direct, rows, strict=True)]
+
+
 def _choose_division(bucket: Bucket, options: ReduceOptions) -> Division:
-    routes = (bucket.reduce_route, bucket.replicate_route)
+    routes = (bucket.grads.route, bucket.replicate_route)
     can_average = not options.sum_only and all(route is None or route.can_average for route in routes)
     return division(bucket.spec.reduce_dtype, bucket.spec.axes.size, options.divide_factor, can_average)
 

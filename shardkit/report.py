@@ -12,8 +12,9 @@ happens after forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from shardkit._torch import inner_tensors
 from shardkit.bucket import Bucket
 from shardkit.collectives import num_scratch_rows
 from shardkit.interop import unit_of, units_in
-from shardkit.layout import Layout, RaggedSource, reduce_layout
-from shardkit.schedule import BucketBytes, UnitBytes, grads_to_sweep, peak_bytes, reshards_after_forward
+from shardkit.layout import Layout, RaggedSource, ReduceLayout, reduce_layout
+from shardkit.schedule import BucketBytes, UnitBytes, peak_bytes, reshards_after_forward
 from shardkit.unit import Unit
 
 
@@ -180,20 +181,25 @@ def _gather_bytes(unit: Unit, bucket: Bucket) -> int:
 
 def _reduce_bytes(unit: Unit, bucket: Bucket) -> int:
     settings, axes = unit.settings, bucket.spec.axes
-    rows = _rows_layout(bucket)
-    if rows is None or not settings.gradient_sync:
+    reduced = _reduce_layout(bucket)
+    if reduced is None or not settings.gradient_sync:
         return 0
-    row_bytes = rows.row_numel * bucket.spec.reduce_dtype.itemsize
-    sent = (rows.num_ranks - 1) * row_bytes
+    itemsize = bucket.spec.reduce_dtype.itemsize
+    row_bytes, sent = reduced.row_numel * itemsize, reduced.sent_numel * itemsize
     if settings.reduce.all_reduce:
         sent += 2 * (axes.replicate_size - 1) * row_bytes // axes.replicate_size
     return sent
 
 
-def _rows_layout(bucket: Bucket) -> Layout | None:
-    """The rows of the bucket's gradients, if any of its parameters trains."""
-    trainable = [index for index, param in enumerate(bucket.params) if param.sharded.requires_grad]
-    return reduce_layout(bucket.spec.layout, trainable) if trainable else None
+def _reduce_layout(bucket: Bucket) -> ReduceLayout | None:
+    """How the bucket's gradients are reduced, if any of its parameters trains."""
+    if not (trainable := _trainable(bucket)):
+        return None
+    return reduce_layout(bucket.spec.layout, trainable, bucket.grads.direct_of(trainable))
+
+
+def _trainable(bucket: Bucket) -> list[int]:
+    return [index for index, param in enumerate(bucket.params) if param.sharded.requires_grad]
 
 
 def _changed_settings(unit: Unit) -> list[str]:
@@ -227,38 +233,51 @@ def _peak_bytes(units: Sequence[Unit]) -> int:
 
 def _unit_bytes(unit: Unit) -> UnitBytes:
     offloads = unit.policy.offloads and unit.policy.device.type != "cpu"
-    buckets = tuple(_bucket_bytes(bucket, offloads) for bucket in unit.buckets)
+    own = (unit, None)
+    below = {unit_of(module) for root in unit.modules for module in root.modules()}.difference(own)
+    before = set(takewhile(lambda module: unit_of(module) in own, unit.modules[0].modules()))
+    buckets = tuple(
+        replace(_bucket_bytes(bucket, offloads), late=_late_bytes(bucket, before if below else ()))
+        for bucket in unit.buckets
+    )
     setting = _reshard_after_forward(unit)
     if isinstance(setting, bool):
         kept = 0 if setting else sum(bucket.unsharded for bucket in buckets)
     else:
         kept = sum(_piece_bytes(bucket, setting) for bucket in unit.buckets)
-    below = {unit_of(module) for root in unit.modules for module in root.modules()}
-    return UnitBytes(buckets, _loose_bytes(unit), kept, num_inner=len(below - {unit, None}))
+    loose, first = _loose_bytes(unit)
+    return UnitBytes(buckets, loose, first, kept, num_inner=len(below))
 
 
 def _bucket_bytes(bucket: Bucket, offloads: bool) -> BucketBytes:
     spec, layout, gather = bucket.spec, bucket.spec.layout, bucket.gather
     copies_out = not layout.in_place or gather.comm is not None
     gathered_numel = layout.numel if layout.in_place else layout.unsharded_numel
-    rows = _rows_layout(bucket)
-    row = scratch = grad = 0
-    if rows is not None:
-        row = rows.row_numel * spec.reduce_dtype.itemsize
-        grad = 0 if offloads else rows.row_numel * spec.dtype.itemsize
-        if bucket.reduce_route is not None and rows.num_ranks > 1 and bucket.grads.comm is None:
-            scratch = num_scratch_rows(bucket.reduce_route) * row
-    num_ranks = layout.num_ranks
+    reduced = _reduce_layout(bucket)
+    rows = row = scratch = grad = 0
+    if reduced is not None:
+        rows = (reduced.direct_numel + reduced.rows.numel) * spec.reduce_dtype.itemsize
+        row = reduced.row_numel * spec.reduce_dtype.itemsize
+        grad = 0 if offloads else reduced.row_numel * spec.dtype.itemsize
+        if bucket.grads.route is not None and layout.num_ranks > 1 and bucket.grads.comm is None:
+            scratch = num_scratch_rows(bucket.grads.route) * row
     return BucketBytes(
         shard=0 if offloads else _shard_bytes(bucket),
         transit=layout.numel * spec.compute_dtype.itemsize if copies_out else 0,
         unsharded=gathered_numel * spec.compute_dtype.itemsize,
-        rows=num_ranks * row,
-        row=row if num_ranks > 1 else 0,
+        rows=rows,
+        row=row if layout.num_ranks > 1 else 0,
         scratch=scratch,
         grad=grad,
         casts=spec.dtype != spec.reduce_dtype,
     )
+
+
+def _late_bytes(bucket: Bucket, before: Collection[nn.Module]) -> int:
+    """Gradients that stay as they are, of modules that run `before` the units inside."""
+    direct = bucket.grads.direct_of(_trainable(bucket))
+    late = [i for i in direct if all(owner.module in before for owner in bucket.params[i].owners)]
+    return sum(bucket.spec.layout.slots[i].numel for i in late) * bucket.spec.reduce_dtype.itemsize
 
 
 def _piece_bytes(bucket: Bucket, num_ranks: int) -> int:
@@ -267,19 +286,23 @@ def _piece_bytes(bucket: Bucket, num_ranks: int) -> int:
     return bucket.spec.layout.numel // num_ranks * bucket.spec.compute_dtype.itemsize
 
 
-def _loose_bytes(unit: Unit) -> int:
-    """Gradients that are alive at once outside the rows: see [Note: rows of gradients]."""
-    at_once, swept = [0], 0
+def _loose_bytes(unit: Unit) -> tuple[int, int]:
+    """Gradients that are alive at once outside the rows, and the first that stays as it is.
+
+    See [Note: rows of gradients].
+    """
+    at_once, first, swept = [0], [0], 0
     for bucket in unit.buckets:
-        itemsize = bucket.spec.compute_dtype.itemsize
-        sizes = [slot.numel * itemsize for slot in bucket.spec.layout.slots]
-        waits = grads_to_sweep(sizes)
-        for index, param in enumerate(bucket.params):
-            if param.sharded.requires_grad and (index in waits or unit.tree.streams.runs_ahead):
-                swept += sizes[index]
-            elif param.sharded.requires_grad:
-                at_once.append(sizes[index])
-    return swept + max(at_once)
+        spec, grads = bucket.spec, bucket.grads
+        trainable = _trainable(bucket)
+        stay = grads.direct_of(trainable) if spec.compute_dtype == spec.reduce_dtype else ()
+        for index in trainable:
+            nbytes = spec.layout.slots[index].numel * spec.compute_dtype.itemsize
+            if index in grads.swept or unit.tree.streams.runs_ahead:
+                swept += nbytes
+            else:
+                (first if index in stay else at_once).append(nbytes)
+    return swept + max(at_once), max(first)
 
 
 # ---------------------------------------------------------------- the table

@@ -131,6 +131,7 @@ class BucketBytes:
     transit: int  # the gathered rows, where parameters are copied out of them; 0 where they live in them
     unsharded: int  # the parameters as compute sees them
     rows: int = 0  # what the reduction consumes, from the first gradient on; 0 where nothing trains
+    late: int = 0  # of that, gradients that stay as they are and come after those of what lies inside
     row: int = 0  # what it receives; 0 where this rank's rows are all there is
     scratch: int = 0  # what else it allocates
     grad: int = 0  # the gradients at rest
@@ -146,6 +147,7 @@ class UnitBytes:
 
     buckets: tuple[BucketBytes, ...]
     loose: int = 0  # gradients that autograd has made and that wait, together, to be written into the rows
+    first: int = 0  # a gradient that is there before the rows, or is to be one of them
     kept: int = 0  # of the gathered bytes, what stays from forward to backward
     num_inner: int = 0  # units before it that lie inside it, at any depth
 
@@ -230,13 +232,16 @@ class _Step:
             self._start_gather(index - 1)
         self.take(unit.loose)
         if any(bucket.rows for bucket in unit.buckets):
+            self.take(unit.first)
             self.finish_reductions(self._max_reductions)
-            self.take(*(bucket.rows for bucket in unit.buckets))
+            self.give(unit.first)
+            self.take(*(bucket.rows - bucket.late for bucket in unit.buckets))
         if unit.num_inner:  # its first gradients came before those of what lies inside, the last come after
             self.give(unit.loose)
             for inner in reversed(self.children(index, unit.num_inner)):
                 self.backward(inner)
             self.take(unit.loose)
+        self.take(*(bucket.late for bucket in unit.buckets))
         self.give(unit.loose, unit.unsharded)
         for bucket in unit.buckets:
             if bucket.rows:

@@ -6,7 +6,6 @@ Level 7 of the data flow: holds. Exactly one of the two is registered on the own
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, cast
@@ -78,12 +77,6 @@ class ShardedParam:
     def has_grad(self) -> bool:
         """Whether its gathered form has a gradient that nothing has taken yet."""
         return self.unsharded is not None and self.unsharded.grad is not None
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of the gathered form on this rank, and of its gradient."""
-        assert self.unsharded is not None
-        return math.prod(self.shape) * self.unsharded.element_size()
 
     @property
     def is_adopted(self) -> bool:

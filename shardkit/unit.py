@@ -34,7 +34,7 @@ from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_par
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import Boundary, ForwardOrder, Tape, grads_to_sweep
+from shardkit.schedule import Boundary, ForwardOrder, Tape
 from shardkit.sharded_param import GradHook, Held
 from shardkit.streams import Streams
 
@@ -436,7 +436,7 @@ def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> GradH
 
     None where the gradient waits for the unit's sweep.
     """
-    if index in grads_to_sweep([param.unsharded_bytes for param in bucket.params]):
+    if index in bucket.grads.swept:
         return None
     bucket_ref = weakref.ref(bucket)  # autograd keeps hooks where the garbage collector does not look
 

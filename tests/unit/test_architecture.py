@@ -27,7 +27,7 @@ DATA_FLOW = """
     streams collectives agreement
     specs exchange ragged_ops ragged_reduce ragged_views ragged
     extension params sharding sharded_param
-    gather extension_gather grads bucket reduction assemble
+    gather extension_gather grad_rows grads bucket reduction assemble
     unit checks interop
     hooks watch module api
 """

@@ -22,6 +22,7 @@ from shardkit.layout import (
     RaggedParam,
     RaggedSource,
     ShardedShape,
+    can_be_direct,
     interleaved_layout,
     ragged_layout,
     reduce_layout,
@@ -44,9 +45,9 @@ class Laid(NamedTuple):
     held: list[list[Tensor]]  # by rank and parameter
 
     def reduced(self, indices: list[int]) -> Laid:
-        """The same of a reduction of some of the parameters."""
+        """The same of the rows of a reduction of some of the parameters."""
         return Laid(
-            [reduce_layout(layout, indices) for layout in self.layouts],
+            [reduce_layout(layout, indices).rows for layout in self.layouts],
             [self.params[index] for index in indices],
             [[held[index] for index in indices] for held in self.held],
         )
@@ -174,6 +175,38 @@ def test_every_element_has_one_place_in_the_rows(case: Laid) -> None:
 def test_every_gradient_has_one_place_in_the_rows_of_a_reduction(case: Laid) -> None:
     assert_well_laid(case)
     assert case.layouts[0].tail_numel == 2 * len(case.params)
+
+
+@settings(deadline=None)
+@given(laid, st.data())
+def test_every_gradient_is_received_once_directly_or_in_a_row(case: Laid, data: st.DataObject) -> None:
+    some = st.lists(st.sampled_from(range(len(case.params))), min_size=1, unique=True)
+    indices = data.draw(some.map(sorted))
+    able = [index for index in indices if can_be_direct(case.layouts[0], index)]
+    direct = set(data.draw(st.lists(st.sampled_from(able), unique=True))) if able else set()
+    others = [index for index in indices if index not in direct]
+    reduced = [reduce_layout(layout, indices, direct) for layout in case.layouts]
+    in_rows = Laid(
+        [layout.rows for layout in reduced],
+        [case.params[index] for index in others],
+        [[held[index] for index in others] for held in case.held],
+    )
+    assert_well_laid(in_rows)
+    rows = rows_of(reduced[0].rows, in_rows.params).view(len(reduced), -1)
+    for rank, layout in enumerate(reduced):
+        assert layout.tail_numel == 2 * len(indices)
+        received = torch.full((layout.row_numel,), NOTHING)
+        received[layout.row_offset :] = rows[rank]
+        for position, parts in layout.direct.items():
+            sent = case.params[indices[position]].flatten().split(parts.numels)
+            place = received[layout.places[position].offset :][: parts.numels[rank]]
+            assert (place == NOTHING).all()
+            place.copy_(sent[rank])
+        for index, (offset, shape) in zip(indices, layout.places, strict=True):
+            assert torch.equal(received[offset:][: math.prod(shape)].view(shape), case.held[rank][index])
+    own = [sum(parts.numels[rank] for parts in reduced[0].direct.values()) for rank in range(len(reduced))]
+    sent_in_all = sum(layout.sent_numel for layout in reduced)
+    assert sent_in_all == (len(reduced) - 1) * (sum(own) + rows.numel())
 
 
 @settings(deadline=None)

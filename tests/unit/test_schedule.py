@@ -156,6 +156,17 @@ def test_six_units_peak_at_the_last_but_one_of_backward() -> None:
         assert peak_bytes([*[unit] * 6, replace(ROOT, num_inner=6)]) == 6 + 4 + (4 + 1) + (4 + 4) + 2
 
 
+def test_a_gradient_that_needs_no_rows_is_one_of_them() -> None:
+    (bucket,) = IN_PLACE.buckets
+    direct = replace(IN_PLACE, loose=0, first=3)
+    assert peak_bytes([direct]) == 1 + 4 + 4
+    # it is there before the reduction of the unit before is over: 2 shards, gathered 4
+    assert peak_bytes([direct, direct, ROOT]) == 2 + 4 + (4 + 1 + 1) + 3
+    # of the root's gradients one of 3 comes last, when what is inside is being reduced
+    root = UnitBytes((replace(bucket, late=3),), kept=4, num_inner=1)
+    assert peak_bytes([direct, root]) == 2 + 4 + 1 + (4 + 1 + 1) + 3
+
+
 def test_a_second_reduction_in_flight_keeps_its_rows() -> None:
     # 6 shards, 4 reduced gradients of which two are in flight, 4 + 4 gathered, a gradient
     six = [*[SHARD0] * 6, replace(ROOT, num_inner=6)]

@@ -1,0 +1,92 @@
+"""Gradients that are taken one by one, as large ones are: over gloo their parts go straight to their owners.
+
+The models of the oracle are small; here nothing is small enough to wait for the end of its unit's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardkit import fully_shard, grads, reduction
+from shardkit.collectives import Pending, Route, count_traffic, native_collectives
+from tests.parity import test_oracle as oracle
+from tests.parity.conftest import ragged_fully_shard
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grads, "grads_to_sweep", lambda grad_bytes: frozenset())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "placement"),
+    [("full", 3, "rows"), ("full", 3, "mixed"), ("hybrid", 4, "rows"), ("hybrid", 4, "ragged")],
+)
+def test_gradients_and_steps_equal_those_of_one_process(
+    strategy: str, world_size: int, placement: str
+) -> None:
+    oracle.test_gradients_and_steps_equal_those_of_one_process(strategy, world_size, placement)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        ("full", 3, "unsynced", "rows"),
+        ("full", 3, "unsynced", "ragged"),
+        ("kept", 2, "unsynced_kept", "mixed"),
+        ("hybrid", 4, "all_reduce_last", "mixed"),
+    ],
+)
+def test_accumulated_gradients_equal_those_of_one_process(run: tuple[str, int, str, str]) -> None:
+    oracle.test_accumulated_gradients_equal_those_of_one_process(*run)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, ragged_fully_shard])
+def test_they_are_sent_as_they_are_and_nobody_writes_to_them(
+    shard: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many messages as c10d counts, no byte beside the gradients but flags, and the same sums."""
+    sent_numels = []
+    reduce_scatter_parts = reduction.reduce_scatter_parts
+
+    def watched(
+        outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str
+    ) -> Pending:
+        parts = list(chain.from_iterable(sends))
+        before = [part.clone() for part in parts]
+        pending = reduce_scatter_parts(outputs, sends, route, label)
+        pending.wait()
+        assert all(map(torch.equal, parts, before))
+        sent_numels.extend(part.numel() for part in parts)
+        return pending
+
+    def check(rank: int, world_size: int) -> None:
+        monkeypatch.setattr(reduction, "reduce_scatter_parts", watched)
+        integers = torch.arange(4.0 * 96).view(4, 96) + rank  # sums are exact in any order
+        of_modes = []
+        for mode in (nullcontext, native_collectives):
+            model = nn.Linear(96, 97)
+            shard(model, init_device_mesh("cpu", (world_size,)))
+            with mode(), count_traffic() as traffic:
+                model(integers).sum().backward()
+            of_modes.append(([local_grad(param) for param in model.parameters()], traffic.num_calls))
+        (direct, calls), (in_rows, native_calls) = of_modes
+        assert calls == native_calls
+        assert all(map(torch.equal, direct, in_rows))
+        assert sum(sent_numels) == 97 * 96 + 97 + 16 * world_size  # a row of flags to each
+
+    run_ranks(check, 3)
+
+
+def local_grad(param: nn.Parameter) -> Tensor:
+    assert isinstance(param.grad, DTensor)
+    return param.grad.to_local()
