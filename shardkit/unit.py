@@ -216,9 +216,8 @@ class Unit:
 
     def _reduce(self, bucket: Bucket) -> None:
         options = self.settings.reduce
-        is_trainable = any(param.sharded.requires_grad for param in bucket.params)
         is_deferred = options.all_reduce and bucket.grads.partial is not None
-        if bucket.grads.is_empty and not is_deferred and not (options.fill_unused and is_trainable):
+        if bucket.grads.is_empty and not is_deferred and not (options.fill_unused and _trains(bucket)):
             return
         self.tree.reductions.add(partial(Reduction, bucket, options, self.tree.streams))
 
@@ -298,6 +297,8 @@ class Tree:
         if unit.in_backward:
             return
         unit.in_backward, unit.is_settled = True, False
+        if unit.settings.reduce.fill_unused and not self.streams.runs_ahead:
+            self._open_rows(unit)
         following = self.order.prefetch_for(self.index(unit))
         with outside_transforms():
             if unit.settings.unshard_in_backward:
@@ -344,6 +345,18 @@ class Tree:
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
+
+    def _open_rows(self, unit: Unit) -> None:
+        """Make room for gradients now, not at the first one, which comes on some ranks alone.
+
+        A reduction over the replicas has a second collective, which all of them have to come to at one point.
+        """
+        for bucket in unit.buckets:
+            self.reductions.finish_of(bucket)
+            if bucket.grads.is_empty and _trains(bucket):
+                self.reductions.make_room()
+                with torch.no_grad():
+                    bucket.grads.add({})
 
     def _finish_tapes(self) -> None:
         for tape in self._undone:
@@ -405,6 +418,10 @@ def _fits(bucket: Bucket) -> bool:
         p.local.dtype == flat.dtype and p.local.device == flat.device and p.is_extended is is_extended
         for p in bucket.params
     )
+
+
+def _trains(bucket: Bucket) -> bool:
+    return any(param.sharded.requires_grad for param in bucket.params)
 
 
 def _check_no_grads_wait(unit: Unit) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardkit import fully_shard, grads, reduction
 from shardkit.collectives import Pending, Route, count_traffic, native_collectives
 from tests.parity import test_oracle as oracle
+from tests.parity import test_uneven_use as uneven
 from tests.parity.conftest import ragged_fully_shard
 from tests.support.ranks import run_ranks
 
@@ -48,6 +49,11 @@ def test_gradients_and_steps_equal_those_of_one_process(
 )
 def test_accumulated_gradients_equal_those_of_one_process(run: tuple[str, int, str, str]) -> None:
     oracle.test_accumulated_gradients_equal_those_of_one_process(*run)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_ranks_may_use_different_units_with_the_opt_in(shape: tuple[int, ...]) -> None:
+    uneven.test_ranks_may_use_different_units_with_the_opt_in(True, shape)
 
 
 @pytest.mark.parametrize("shard", [fully_shard, ragged_fully_shard])
