@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from shardkit._torch import ReduceScatter, split_flat
+from shardkit._torch import ReduceScatter, split_flat, wraps_tensors
 from shardkit.collectives import Route, sends_parts
 from shardkit.grad_rows import GradRows, contiguous_grad
 from shardkit.layout import BucketSpec, ReduceLayout, can_be_direct, reduce_layout
@@ -164,6 +164,9 @@ class GradBuffer:
         local = contiguous_grad(self.params[index], grad)
         if index in self._used:
             self._kept[index].add_(local)
+        elif wraps_tensors(local):  # there are no bytes to send but those that it says to be made of
+            plain = torch.empty(local.shape, dtype=self.spec.reduce_dtype, device=self.spec.device)
+            self._kept[index] = plain.copy_(local)
         else:
             self._kept[index] = local.to(self.spec.reduce_dtype)
 

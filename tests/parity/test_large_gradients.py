@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import fully_shard, grads, reduction
 from shardkit.collectives import Pending, Route, count_traffic, native_collectives
+from tests.parity import test_extensions as extensions
 from tests.parity import test_oracle as oracle
 from tests.parity import test_uneven_use as uneven
 from tests.parity.conftest import ragged_fully_shard
@@ -54,6 +55,13 @@ def test_accumulated_gradients_equal_those_of_one_process(run: tuple[str, int, s
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_ranks_may_use_different_units_with_the_opt_in(shape: tuple[int, ...]) -> None:
     uneven.test_ranks_may_use_different_units_with_the_opt_in(True, shape)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_a_gradient_of_a_subclass_is_made_plain(
+    param_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extensions.test_a_gathered_subclass_may_live_in_the_outputs(param_dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("shard", [fully_shard, ragged_fully_shard])
