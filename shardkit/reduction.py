@@ -110,14 +110,15 @@ class Reduction:
         route, comm = grads.route, grads.comm
         if route is None or layout.num_ranks == 1:
             return rows, None
+        if layout.direct:  # so it was when the first gradient came, whatever collective was set since
+            row = empty_flat(layout.row_numel, rows.dtype, rows.device)
+            outputs, sends = _parts(layout, row, taken)
+            return row, reduce_scatter_parts(outputs, sends, route, self.bucket.label)
         if comm is not None:
             row = comm.allocate((layout.row_numel,), dtype=rows.dtype, device=rows.device)
             comm(output_tensor=row, input_tensor=rows, group=route.group, op=self._op, async_op=False)
             return row, None
         row = empty_flat(layout.row_numel, rows.dtype, rows.device)
-        if layout.direct:
-            outputs, sends = _parts(layout, row, taken)
-            return row, reduce_scatter_parts(outputs, sends, route, self.bucket.label)
         rows = rows.view(layout.num_ranks, layout.row_numel)
         return row, reduce_scatter(row, rows, route, self.bucket.label, self._op)
 

@@ -21,6 +21,8 @@ from tests.parity import test_extensions as extensions
 from tests.parity import test_oracle as oracle
 from tests.parity import test_uneven_use as uneven
 from tests.parity.conftest import ragged_fully_shard
+from tests.parity.test_fsdp2_settings import CountingReduceScatter
+from tests.support.models import normal_batch
 from tests.support.ranks import run_ranks
 
 
@@ -55,6 +57,25 @@ def test_accumulated_gradients_equal_those_of_one_process(run: tuple[str, int, s
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_ranks_may_use_different_units_with_the_opt_in(shape: tuple[int, ...]) -> None:
     uneven.test_ranks_may_use_different_units_with_the_opt_in(True, shape)
+
+
+def test_a_collective_that_is_set_between_micro_batches_is_used_from_the_next_reduction_on() -> None:
+    def check(rank: int, world_size: int) -> None:
+        model, whole, reduce = nn.Linear(5, 6), nn.Linear(5, 6), CountingReduceScatter()
+        whole.load_state_dict(model.state_dict())
+        fully_shard(model, init_device_mesh("cpu", (world_size,)))
+        for step, num_calls in enumerate([0, 0, 1]):
+            model.set_requires_gradient_sync(step > 0)
+            for r in range(world_size):
+                whole(normal_batch(r, 4, 5)).square().mean().div(world_size).backward()
+            model(normal_batch(rank, 4, 5)).square().mean().backward()
+            model.set_custom_reduce_scatter(reduce)
+            assert reduce.num_calls == num_calls
+        for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            assert isinstance(param.grad, DTensor) and expected.grad is not None
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
