@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._torch import (
     base_made_since,
+    checkpoint_around,
     in_backward,
     is_transformed,
     outside_transforms,
@@ -74,6 +75,8 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         unit.expects_backward = False
         unit.first_node = sequence_number()
     unit.depth += 1
+    if unit.settings.reduce.fill_unused:
+        _follow_checkpoint(unit)
     precision = unit.policy.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         args = cast_floating(args, precision.param_dtype)  # type: ignore[assignment]
@@ -166,6 +169,16 @@ def _post_backward(unit: Unit, tape: Tape | None) -> None:
         unit.post_backward(keep=torch.is_grad_enabled())
 
 
+def _follow_checkpoint(unit: Unit) -> None:
+    """Note that a forward will run again inside backward; when it does, gather as ranks that skip it do."""
+    tree = unit.tree
+    if in_backward():
+        if not unit.is_held:
+            tree.rerun(unit)
+    elif (checkpoint := checkpoint_around()) is not None:
+        tree.tape.rerun_later(tree.index(unit), checkpoint)
+
+
 def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """What the outermost unit does first: clear up after a failure, check, order after the optimizer."""
     tree = unit.tree
@@ -212,7 +225,7 @@ def _complete_forward(unit: Unit) -> None:
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
         if (tape := _tape_of(unit)) is not None:
-            tape.record(Boundary(unit.tree.index(unit), is_end=True))
+            tape.record(Boundary(unit.tree.index(unit), is_end=True), checkpoint_around())
 
 
 def _end_iteration(root: Unit) -> None:
@@ -237,7 +250,7 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     if not inputs:
         return args, kwargs
     if (tape := _tape_of(unit)) is not None:
-        tape.record(Boundary(unit.tree.index(unit), is_end=False))
+        tape.record(Boundary(unit.tree.index(unit), is_end=False), checkpoint_around())
     node = TransformedPostBackward if is_transformed() else PostBackward
     outputs = node.apply(unit, tape, *inputs.values())  # type: ignore[no-untyped-call]
     output_of: dict[int, Tensor] = dict(zip(inputs, outputs, strict=True))

@@ -6,6 +6,9 @@ the names of torch's state classes. `UnitState` offers those names and passes ev
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+
 from torch import nn
 
 from shardkit._torch import State, attach_state, hide_from_dynamo, state_of
@@ -67,3 +70,26 @@ def units_in(model: nn.Module) -> list[Unit]:
     found = dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None)
     trees = dict.fromkeys(unit.tree for unit in found)
     return [unit for tree in trees for unit in tree.units if unit in found]
+
+
+def gather_for_half_backward(units: Sequence[Unit]) -> None:
+    """Gather what a schedule needs between the halves of its backwards, and keep it until it is resharded.
+
+    Collective over the shard axis.
+    """
+    resharded = [unit for unit in units if not all(bucket.is_unsharded for bucket in unit.buckets)]
+    for unit in resharded:
+        unit.unshard()
+    for unit in resharded:
+        unit.wait_for_unshard()
+        unit.is_pinned = True
+    trees = dict.fromkeys(unit.tree for unit in resharded)
+    for tree in trees:
+        if not tree.halves_backward:
+            tree.halves_backward = True
+            warnings.warn(
+                f"unit {resharded[0].name!r}: the pipeline schedule computes gradients of inputs and of "
+                "weights apart, so the stage's units stay gathered from their first forward to the last "
+                "gradients of weights. Pass reshard_after_forward=False to fully_shard to say so.",
+                stacklevel=3,
+            )

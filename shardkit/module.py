@@ -18,8 +18,8 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from shardkit._torch import AllGather, ReduceScatter, process_group_comms, symmetric_memory_comms
 from shardkit.collectives import new_route
-from shardkit.interop import unit_of
-from shardkit.unit import Unit, gather_for_half_backward
+from shardkit.interop import gather_for_half_backward, unit_of
+from shardkit.unit import Unit
 
 
 class UnshardHandle(TorchUnshardHandle):

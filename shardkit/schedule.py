@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 
 @dataclass(slots=True)
@@ -50,6 +51,20 @@ class Boundary(NamedTuple):
     is_end: bool
 
 
+@dataclass(eq=False, slots=True)
+class Region:
+    """What activation checkpointing runs again in one go, somewhere inside backward."""
+
+    units: list[int] = field(default_factory=list)  # in the order of forward, each once
+
+
+class Step(NamedTuple):
+    """A place on a tape: what is to be undone there, if anything, and what it is run again with."""
+
+    boundary: Boundary | None
+    region: Region | None = None
+
+
 class Tape:
     """What one outermost forward did, for a backward to undo from its end, on every rank alike.
 
@@ -63,34 +78,64 @@ class Tape:
       is over               end 0, begin 0 are
 
     Autograd visits what was computed last first, so that this order is its own.
+
+    Units inside an activation checkpoint run forward again at a moment that depends on the loss. All of them
+    are gathered before the first is undone, and stay until the last is, so that no moment makes a difference.
     """
 
     def __init__(self) -> None:
-        self._boundaries: list[Boundary] = []
+        self._steps: list[Step] = []
         self._num_left = 0  # those that the running backward has neither visited nor passed over
+        self._regions: WeakKeyDictionary[object, Region] = WeakKeyDictionary()  # of a checkpoint
 
-    def record(self, boundary: Boundary) -> None:
-        """Forward has come to `boundary`."""
-        self._boundaries.append(boundary)
-        self._num_left = len(self._boundaries)
+    def record(self, boundary: Boundary, checkpoint: object = None) -> None:
+        """Forward has come to `boundary`, inside `checkpoint`."""
+        self._append(Step(boundary, None if checkpoint is None else self._regions.get(checkpoint)))
 
-    def visit(self, boundary: Boundary) -> list[Boundary]:
-        """What backward passes over on its way to the latest `boundary` left, in the order of backward."""
+    def rerun_later(self, unit: int, checkpoint: object) -> None:
+        """`unit` begins to run forward, with or without a gradient, inside `checkpoint`."""
+        region = self._regions.get(checkpoint)
+        if region is None:
+            region = self._regions[checkpoint] = Region()
+            self._append(Step(None, region))
+        if unit not in region.units:
+            region.units.append(unit)
+
+    def visit(self, boundary: Boundary) -> list[Step]:
+        """What backward passes over on its way to the latest `boundary` left, in the order of backward.
+
+        Where it then is comes last, without a boundary: to undo that is autograd's.
+        """
         for position in range(self._num_left - 1, -1, -1):
-            if self._boundaries[position] == boundary:
-                passed = self._boundaries[position + 1 : self._num_left]
-                self._num_left = position
-                return passed[::-1]
+            if self._steps[position].boundary == boundary:
+                return self._pass_to(position, position)
         return []  # a second backward over one graph, or a unit that ran in part
 
-    def finish(self) -> list[Boundary]:
+    def rerun(self, unit: int) -> list[Step]:
+        """The same on its way into the latest region left in which `unit` runs again."""
+        for position in range(self._num_left - 1, -1, -1):
+            region = self._steps[position].region
+            if region is not None and unit in region.units:
+                return self._pass_to(position, position + 1)
+        return []
+
+    def finish(self) -> list[Step]:
         """What backward has not come to, and now passes over."""
-        rest, self._num_left = self._boundaries[: self._num_left], 0
+        rest, self._num_left = self._steps[: self._num_left], 0
         return rest[::-1]
 
     def rewind(self) -> None:
         """The backward is over; another one may begin from the end again."""
-        self._num_left = len(self._boundaries)
+        self._num_left = len(self._steps)
+
+    def _append(self, step: Step) -> None:
+        self._steps.append(step)
+        self._num_left = len(self._steps)
+
+    def _pass_to(self, position: int, num_left: int) -> list[Step]:
+        passed = self._steps[position + 1 : self._num_left]
+        self._num_left = num_left
+        return [*passed[::-1], Step(None, self._steps[position].region)]
 
 
 def reshards_after_forward(

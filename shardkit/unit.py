@@ -13,7 +13,6 @@ over.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_par
 from shardkit.bucket import Bucket
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
-from shardkit.schedule import Boundary, ForwardOrder, Tape
+from shardkit.schedule import Boundary, ForwardOrder, Region, Step, Tape
 from shardkit.sharded_param import GradHook, Held
 from shardkit.streams import Streams
 
@@ -84,6 +83,7 @@ class Unit:
         self.is_pinned = False  # the user called unshard(), or wants it kept after backward
         self.is_lent = False  # the user called unshard(), and not reshard() since, whatever hooks did
         self.in_backward = False  # between pre_backward and post_backward
+        self.is_held = False  # backward is inside a checkpoint that may run it forward again
         self.is_settled = True  # the running backward has left nothing to take, reshard or reduce
         self.tree = Tree(self)
         _live_units.add(self)
@@ -180,7 +180,7 @@ class Unit:
             watch_grads(self)
         if not self.settings.reshard_after_backward:
             self.is_pinned |= all(bucket.is_unsharded for bucket in self.buckets)
-        elif not keep:
+        elif not (keep or self.is_held):
             self.reshard()
         if self.settings.gradient_sync:
             for bucket in self.buckets:
@@ -206,7 +206,7 @@ class Unit:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
         self.modules_to_run.clear()
         self.depth = 0
-        self.in_backward = False
+        self.in_backward = self.is_held = False
         for bucket in self.buckets:
             for param in bucket.params:
                 if param.unsharded is not None:
@@ -231,6 +231,7 @@ class Tree:
         self.order = ForwardOrder()
         self.tape = Tape()  # of the running forward
         self._undone: list[Tape] = []  # which the running backward has come to
+        self.region: Region | None = None  # in which it is
         self.streams = Streams(root.policy.device)
         self.reductions = ReductionQueue()
         self.ignored: set[int] = set()  # ids of parameters that no unit manages, as the user asked
@@ -287,10 +288,18 @@ class Tree:
 
         Collective over the mesh, for units whose unused parameters count as zero.
         """
-        if tape not in self._undone:
-            self._finish_tapes()  # of later forwards, which autograd visits before earlier ones
-            self._undone.append(tape)
-        self._undo(tape.visit(boundary))
+        self._undo(tape, tape.visit(boundary))
+
+    def rerun(self, unit: Unit) -> None:
+        """Activation checkpointing runs `unit` forward again: gather first all that it may run with it.
+
+        Collective over the mesh, as `visit`: ranks that pass over the checkpoint do the same.
+        """
+        self.enter_backward()
+        for tape in (*reversed(self._undone), self.tape):
+            if steps := tape.rerun(self.index(unit)):
+                self._undo(tape, steps)
+                return
 
     def begin_backward_of(self, unit: Unit) -> None:
         """Gather the unit's parameters for its backward, and prefetch. Collective over the shard axis."""
@@ -313,6 +322,7 @@ class Tree:
     def end_backward(self) -> None:
         """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
         self._finish_tapes()
+        _go_into(None, self)
         for tape in self._undone:
             tape.rewind()
         self._undone.clear()
@@ -341,6 +351,7 @@ class Tree:
         self.reductions.finish_all()
         self.order.clear()
         self._undone.clear()
+        self.region = None
         self.forward_root = None
         self.awaits_callback = False
         for unit in self.units:
@@ -360,10 +371,16 @@ class Tree:
 
     def _finish_tapes(self) -> None:
         for tape in self._undone:
-            self._undo(tape.finish())
+            self._undo(tape, tape.finish())
 
-    def _undo(self, boundaries: Sequence[Boundary]) -> None:
-        for boundary in boundaries:
+    def _undo(self, tape: Tape, steps: Sequence[Step]) -> None:
+        if tape not in self._undone:
+            self._finish_tapes()  # of later forwards, which autograd visits before earlier ones
+            self._undone.append(tape)
+        for boundary, region in steps:
+            _go_into(region, self)
+            if boundary is None:
+                continue
             unit = self.units[boundary.unit]
             if boundary.is_end:
                 self.begin_backward_of(unit)
@@ -372,27 +389,27 @@ class Tree:
                     unit.post_backward(keep=self.keeps_gathered)
 
 
-def gather_for_half_backward(units: Sequence[Unit]) -> None:
-    """Gather what a schedule needs between the halves of its backwards, and keep it until it is resharded.
+def _go_into(region: Region | None, tree: Tree) -> None:
+    """Backward is in `region` now: free what was held for the one before, gather and hold all of this one."""
+    if region is tree.region:
+        return
+    left, tree.region = tree.region, region
+    for unit in _units_of(left, tree):
+        unit.is_held = False
+        is_needed = unit.in_backward or not unit.is_settled or unit.is_pinned or tree.keeps_gathered
+        if unit.settings.reshard_after_backward and not is_needed:
+            unit.reshard()
+    entered = _units_of(region, tree)
+    with outside_transforms():
+        for unit in entered:
+            unit.is_held = True
+            unit.unshard()
+        for unit in entered:
+            unit.wait_for_unshard()
 
-    Collective over the shard axis.
-    """
-    resharded = [unit for unit in units if not all(bucket.is_unsharded for bucket in unit.buckets)]
-    for unit in resharded:
-        unit.unshard()
-    for unit in resharded:
-        unit.wait_for_unshard()
-        unit.is_pinned = True
-    trees = dict.fromkeys(unit.tree for unit in resharded)
-    for tree in trees:
-        if not tree.halves_backward:
-            tree.halves_backward = True
-            warnings.warn(
-                f"unit {resharded[0].name!r}: the pipeline schedule computes gradients of inputs and of "
-                "weights apart, so the stage's units stay gathered from their first forward to the last "
-                "gradients of weights. Pass reshard_after_forward=False to fully_shard to say so.",
-                stacklevel=3,
-            )
+
+def _units_of(region: Region | None, tree: Tree) -> list[Unit]:
+    return [] if region is None else [tree.units[index] for index in region.units]
 
 
 def watch_grads(unit: Unit) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import fully_shard
@@ -119,6 +119,79 @@ def test_ranks_may_use_different_units_with_the_opt_in(stem: bool, shape: tuple[
                 with count_traffic() as traffic:
                     loss(model, rank).backward()
                 assert_grads_equal(model, grads | unused, 3)
+                traffics.append(sorted(traffic.num_calls.items()))
+        return traffics
+
+    first, *others = run_ranks(check, torch.Size(shape).numel())
+    assert all(other == first for other in others), "ranks took part in different collectives"
+
+
+class Skipped(nn.Module):
+    """Checkpointed layers of experts that are no units themselves; the loss takes the outputs of some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(Experts() for _ in range(NUM_LAYERS))
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+
+    def forward(self, x: Tensor, chosen: list[tuple[int, ...]], way: Way) -> list[Tensor]:
+        h, outputs = self.stem(x), []
+
+        def run(index: int, h: Tensor) -> Tensor:
+            """Backward recomputes layer 0 when it comes to an expert, layer 1 before that."""
+            factor = self.frozen(x).sin()
+            layer = self.layers[index]
+            if index == 0:
+                return layer(h * factor, chosen[index], way)
+            return layer(h, chosen[index], way) * factor
+
+        for index in range(NUM_LAYERS):
+            outputs.append(checkpoint(run, index, h, use_reentrant=False))
+            h = h + outputs[-1].tanh()
+        return outputs
+
+
+def sharded_skipped(mesh: DeviceMesh, setting: bool | None) -> Skipped:
+    torch.manual_seed(1)
+    model = Skipped()
+    for module in (*(e for layer in model.layers for e in layer.experts), model.frozen, model):
+        fully_shard(module, mesh, reshard_after_forward=setting)
+    model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def loss_of_some(step: int, way: Way) -> Callable[[nn.Module, int], Tensor]:
+    """The output of the last layer, of the first, or of both."""
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        draw = random.Random(f"{step}, {rank}")
+        outputs = model(normal_batch(rank, 4, DIM), next(choices(100 * step + rank)), way)
+        taken = draw.sample(outputs, draw.randint(1, NUM_LAYERS))
+        return torch.stack([output.square().mean() for output in taken]).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_ranks_may_leave_out_a_checkpointed_layer_that_holds_units(shape: tuple[int, ...]) -> None:
+    """What some ranks recompute, the others gather as well, whichever of its units they come to first."""
+
+    def check(rank: int, world_size: int) -> list[list[tuple[str, int]]]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        torch.manual_seed(1)
+        reference, traffics = Skipped(), []
+        for setting in (True, None):
+            model = sharded_skipped(mesh, setting)
+            for step, way in enumerate((*WAYS, call, recompute, call)):
+                loss = loss_of_some(step, way)
+                grads = oracle_grads(reference, loss, world_size)
+                unused = {n: torch.zeros_like(p) for n, p in reference.named_parameters() if n not in grads}
+                model.zero_grad()
+                with count_traffic() as traffic:
+                    loss(model, rank).backward()
+                trained = {n: g for n, g in (grads | unused).items() if not n.startswith("frozen")}
+                assert_grads_equal(model, trained, 3)
                 traffics.append(sorted(traffic.num_calls.items()))
         return traffics
 

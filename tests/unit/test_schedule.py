@@ -10,6 +10,7 @@ from shardkit.schedule import (
     Boundary,
     BucketBytes,
     ForwardOrder,
+    Step,
     Tape,
     UnitBytes,
     grads_to_sweep,
@@ -68,33 +69,75 @@ def recorded(*boundaries: Boundary) -> Tape:
     return tape
 
 
+def passed(steps: list[Step]) -> list[Boundary]:
+    return [boundary for boundary, _ in steps if boundary is not None]
+
+
 def test_a_backward_that_visits_all_passes_nothing_over() -> None:
     tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1)
-    assert [tape.visit(boundary) for boundary in (END_1, BEGIN_1, END_0, BEGIN_0)] == [[], [], [], []]
+    for boundary in (END_1, BEGIN_1, END_0, BEGIN_0):
+        assert tape.visit(boundary) == [Step(None)]
     assert tape.finish() == []
 
 
 def test_a_backward_takes_part_in_what_it_passes_over() -> None:
     tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_2, END_2)
     for _ in range(2):  # a second backward over the graph begins from the end again
-        assert tape.visit(END_1) == [END_2, BEGIN_2]
-        assert tape.visit(BEGIN_1) == []
-        assert tape.finish() == [END_0, BEGIN_0]
+        assert passed(tape.visit(END_1)) == [END_2, BEGIN_2]
+        assert passed(tape.visit(BEGIN_1)) == []
+        assert passed(tape.finish()) == [END_0, BEGIN_0]
         assert tape.finish() == []
         tape.rewind()
 
 
 def test_an_outer_unit_whose_output_is_an_inner_ones_begins_first() -> None:
     tape = recorded(BEGIN_1, BEGIN_0, END_0, END_1)
-    assert tape.visit(END_0) == [END_1]
+    assert passed(tape.visit(END_0)) == [END_1]
     assert tape.visit(END_1) == []
-    assert tape.finish() == [BEGIN_0, BEGIN_1]
+    assert passed(tape.finish()) == [BEGIN_0, BEGIN_1]
 
 
 def test_the_runs_of_a_unit_are_undone_from_the_last() -> None:
     tape = recorded(BEGIN_0, END_0, BEGIN_1, END_1, BEGIN_0, END_0)
-    assert tape.visit(END_0) == []
-    assert tape.visit(END_0) == [BEGIN_0, END_1, BEGIN_1]
+    assert passed(tape.visit(END_0)) == []
+    assert passed(tape.visit(END_0)) == [BEGIN_0, END_1, BEGIN_1]
+
+
+class Checkpoint:
+    """Stands for the hook of an activation checkpoint."""
+
+
+def in_two_checkpoints() -> tuple[Tape, list[Checkpoint]]:
+    """Units 0 and 1 run in one checkpoint and 1 in another; 0 gets no gradient there."""
+    tape, checkpoints = Tape(), [Checkpoint(), Checkpoint()]
+    early, late = checkpoints
+    tape.rerun_later(0, early)
+    tape.rerun_later(1, early)
+    tape.record(BEGIN_1, early)
+    tape.record(END_1, early)
+    tape.rerun_later(1, late)
+    tape.record(BEGIN_1, late)
+    tape.record(END_1, late)
+    tape.record(END_2)
+    return tape, checkpoints
+
+
+def test_all_of_a_checkpoint_is_known_wherever_backward_comes_into_it() -> None:
+    tape, _keep = in_two_checkpoints()
+    (end_2, outside), (_, region) = tape.visit(END_1)
+    assert (end_2, outside) == (END_2, None)
+    assert region is not None
+    assert region.units == [1]
+
+
+def test_a_checkpoint_that_runs_again_passes_over_what_came_later() -> None:
+    tape, _keep = in_two_checkpoints()
+    *steps, (boundary, region) = tape.rerun(0)
+    assert passed(steps) == [END_2, END_1, BEGIN_1]
+    assert boundary is None
+    assert region is not None
+    assert region.units == [0, 1]
+    assert passed(tape.finish()) == [END_1, BEGIN_1]
 
 
 # ---------------------------------------------------------------- freeing
