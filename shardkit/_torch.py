@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as comms
 import torch.distributed.tensor._random as dtensor_random
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch._compile import _disable_dynamo
@@ -340,19 +339,15 @@ def base_made_since(number: int, tensor: Tensor) -> Tensor | None:
     return None if node is None or node._sequence_nr() < number else tensor._base
 
 
-def checkpoint_around() -> object | None:
-    """The outermost non-reentrant activation checkpoint around what runs now, if any: the hook it packs with.
-
-    torch shows the innermost hooks only, so those above are put aside and back.
-    """
-    hooks = []
+def pack_hooks() -> list[Callable[[Tensor], object]]:
+    """What packs saved tensors now, outermost first: torch shows the innermost only, so it is put aside."""
+    pairs = []
     while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        hooks.append(pair)
-    for pack, unpack in reversed(hooks):
+        pairs.append(pair)
+    for pack, unpack in reversed(pairs):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-    packs = [pack for pack, _ in reversed(hooks) if pack.__module__ == torch.utils.checkpoint.__name__]
-    return packs[0] if packs else None
+    return [pack for pack, _ in reversed(pairs)]
 
 
 def is_transformed() -> bool:

@@ -21,18 +21,21 @@ hooks like any other, but neither reshards nor enters the order: its backward fo
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._torch import (
     base_made_since,
-    checkpoint_around,
     in_backward,
     is_transformed,
     outside_transforms,
+    pack_hooks,
     sequence_number,
     without_dynamo,
 )
@@ -76,7 +79,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         unit.first_node = sequence_number()
     unit.depth += 1
     if unit.settings.reduce.fill_unused:
-        _follow_checkpoint(unit)
+        _follow_checkpoints(unit, first=first)
     precision = unit.policy.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         args = cast_floating(args, precision.param_dtype)  # type: ignore[assignment]
@@ -169,14 +172,43 @@ def _post_backward(unit: Unit, tape: Tape | None) -> None:
         unit.post_backward(keep=torch.is_grad_enabled())
 
 
-def _follow_checkpoint(unit: Unit) -> None:
+class Checkpoints(NamedTuple):
+    """The outermost activation checkpoints around what runs now; None where there is no such one."""
+
+    non_reentrant: object | None  # the hook that packs what it saves
+    reentrant: object | None  # the context of the autograd function in whose forward all runs without a graph
+
+
+def checkpoints_around() -> Checkpoints:
+    """What will run again inside backward."""
+    packs = [pack for pack in pack_hooks() if pack.__module__ == torch.utils.checkpoint.__name__]
+    reentrant = None if torch.is_grad_enabled() else _function_around()
+    return Checkpoints(packs[0] if packs else None, reentrant)
+
+
+def _function_around() -> FunctionCtx | None:
+    found, frame = None, inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "ctx":
+            context = frame.f_locals.get("ctx")
+            found = context if isinstance(context, FunctionCtx) else found
+        frame = frame.f_back
+    return found
+
+
+def _follow_checkpoints(unit: Unit, *, first: bool) -> None:
     """Note that a forward will run again inside backward; when it does, gather as ranks that skip it do."""
-    tree = unit.tree
+    tree, index = unit.tree, unit.tree.index(unit)
     if in_backward():
         if not unit.is_held:
             tree.rerun(unit)
-    elif (checkpoint := checkpoint_around()) is not None:
-        tree.tape.rerun_later(tree.index(unit), checkpoint)
+        return
+    checkpoints = checkpoints_around()
+    if any(checkpoint is not None for checkpoint in checkpoints):
+        tree.tape.rerun_later(index, checkpoints)
+        if first and checkpoints.reentrant is not None:  # what runs again will find it on the tape
+            tree.tape.record(Boundary(index, is_end=False), checkpoints)
 
 
 def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -224,8 +256,10 @@ def _complete_forward(unit: Unit) -> None:
         watch_grads(unit)
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
-        if (tape := _tape_of(unit)) is not None:
-            tape.record(Boundary(unit.tree.index(unit), is_end=True), checkpoint_around())
+    if (tape := _tape_of(unit)) is not None:
+        checkpoints = checkpoints_around()
+        if with_grad or checkpoints.reentrant is not None:
+            tape.record(Boundary(unit.tree.index(unit), is_end=True), checkpoints)
 
 
 def _end_iteration(root: Unit) -> None:
@@ -249,8 +283,8 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
     inputs = {id(tensor): tensor for tensor in found if tensor.requires_grad}
     if not inputs:
         return args, kwargs
-    if (tape := _tape_of(unit)) is not None:
-        tape.record(Boundary(unit.tree.index(unit), is_end=False), checkpoint_around())
+    if (tape := _tape_of(unit)) is not None and not in_backward():
+        tape.record(Boundary(unit.tree.index(unit), is_end=False), checkpoints_around())
     node = TransformedPostBackward if is_transformed() else PostBackward
     outputs = node.apply(unit, tape, *inputs.values())  # type: ignore[no-untyped-call]
     output_of: dict[int, Tensor] = dict(zip(inputs, outputs, strict=True))
@@ -262,8 +296,12 @@ def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Arg
 
 
 def _tape_of(unit: Unit) -> Tape | None:
-    """Where backward follows this forward: none where ranks may not differ, and in a recomputation."""
-    return unit.tree.tape if unit.settings.reduce.fill_unused and not in_backward() else None
+    """Where backward follows this forward: none where ranks may not differ."""
+    if not unit.settings.reduce.fill_unused:
+        return None
+    if in_backward():
+        return unit.tree.undone[-1] if unit.is_held else None
+    return unit.tree.tape
 
 
 _hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors kept on modules -> True

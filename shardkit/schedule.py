@@ -88,16 +88,19 @@ class Tape:
         self._num_left = 0  # those that the running backward has neither visited nor passed over
         self._regions: WeakKeyDictionary[object, Region] = WeakKeyDictionary()  # of a checkpoint
 
-    def record(self, boundary: Boundary, checkpoint: object = None) -> None:
-        """Forward has come to `boundary`, inside `checkpoint`."""
-        self._append(Step(boundary, None if checkpoint is None else self._regions.get(checkpoint)))
+    def record(self, boundary: Boundary, checkpoints: Sequence[object | None] = ()) -> None:
+        """Forward has come to `boundary`, inside `checkpoints`."""
+        self._append(Step(boundary, self._region_of(checkpoints)))
 
-    def rerun_later(self, unit: int, checkpoint: object) -> None:
-        """`unit` begins to run forward, with or without a gradient, inside `checkpoint`."""
-        region = self._regions.get(checkpoint)
+    def rerun_later(self, unit: int, checkpoints: Sequence[object | None]) -> None:
+        """`unit` begins to run forward, with or without a gradient, inside `checkpoints`, one in another."""
+        region = self._region_of(checkpoints)
         if region is None:
-            region = self._regions[checkpoint] = Region()
+            region = Region()
             self._append(Step(None, region))
+        for checkpoint in checkpoints:
+            if checkpoint is not None:
+                self._regions[checkpoint] = region  # the outermost runs what is inside the others again
         if unit not in region.units:
             region.units.append(unit)
 
@@ -127,6 +130,10 @@ class Tape:
     def rewind(self) -> None:
         """The backward is over; another one may begin from the end again."""
         self._num_left = len(self._steps)
+
+    def _region_of(self, checkpoints: Sequence[object | None]) -> Region | None:
+        known = [self._regions.get(checkpoint) for checkpoint in checkpoints if checkpoint is not None]
+        return next((region for region in known if region is not None), None)
 
     def _append(self, step: Step) -> None:
         self._steps.append(step)

@@ -230,7 +230,7 @@ class Tree:
         self.units: list[Unit] = [root]
         self.order = ForwardOrder()
         self.tape = Tape()  # of the running forward
-        self._undone: list[Tape] = []  # which the running backward has come to
+        self.undone: list[Tape] = []  # which the running backward has come to
         self.region: Region | None = None  # in which it is
         self.streams = Streams(root.policy.device)
         self.reductions = ReductionQueue()
@@ -296,7 +296,7 @@ class Tree:
         Collective over the mesh, as `visit`: ranks that pass over the checkpoint do the same.
         """
         self.enter_backward()
-        for tape in (*reversed(self._undone), self.tape):
+        for tape in (*reversed(self.undone), self.tape):
             if steps := tape.rerun(self.index(unit)):
                 self._undo(tape, steps)
                 return
@@ -323,9 +323,9 @@ class Tree:
         """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
         self._finish_tapes()
         _go_into(None, self)
-        for tape in self._undone:
+        for tape in self.undone:
             tape.rewind()
-        self._undone.clear()
+        self.undone.clear()
         self.awaits_callback = False
         self.forward_root = None
         for unit in reversed(self.units):
@@ -350,7 +350,7 @@ class Tree:
             self.reductions.drop_all()
         self.reductions.finish_all()
         self.order.clear()
-        self._undone.clear()
+        self.undone.clear()
         self.region = None
         self.forward_root = None
         self.awaits_callback = False
@@ -370,13 +370,13 @@ class Tree:
                     bucket.grads.add({})
 
     def _finish_tapes(self) -> None:
-        for tape in self._undone:
+        for tape in self.undone:
             self._undo(tape, tape.finish())
 
     def _undo(self, tape: Tape, steps: Sequence[Step]) -> None:
-        if tape not in self._undone:
+        if tape not in self.undone:
             self._finish_tapes()  # of later forwards, which autograd visits before earlier ones
-            self._undone.append(tape)
+            self.undone.append(tape)
         for boundary, region in steps:
             _go_into(region, self)
             if boundary is None:

@@ -69,7 +69,11 @@ def recompute(expert: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(expert, x, use_reentrant=False)
 
 
-WAYS = (call, call_twice, recompute)
+def reenter(expert: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(expert, x, use_reentrant=True) if x.requires_grad else expert(x)
+
+
+WAYS = (call, call_twice, recompute, reenter)
 
 
 def seeded(*, stem: bool) -> MoE:
@@ -129,8 +133,9 @@ def test_ranks_may_use_different_units_with_the_opt_in(stem: bool, shape: tuple[
 class Skipped(nn.Module):
     """Checkpointed layers of experts that are no units themselves; the loss takes the outputs of some."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
+        self.use_reentrant = use_reentrant
         self.stem = nn.Linear(DIM, DIM)
         self.layers = nn.ModuleList(Experts() for _ in range(NUM_LAYERS))
         self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
@@ -147,14 +152,18 @@ class Skipped(nn.Module):
             return layer(h, chosen[index], way) * factor
 
         for index in range(NUM_LAYERS):
-            outputs.append(checkpoint(run, index, h, use_reentrant=False))
+            outputs.append(checkpoint(run, index, h, use_reentrant=self.use_reentrant))
             h = h + outputs[-1].tanh()
         return outputs
 
 
-def sharded_skipped(mesh: DeviceMesh, setting: bool | None) -> Skipped:
+def seeded_skipped(*, use_reentrant: bool) -> Skipped:
     torch.manual_seed(1)
-    model = Skipped()
+    return Skipped(use_reentrant=use_reentrant)
+
+
+def sharded_skipped(use_reentrant: bool, mesh: DeviceMesh, setting: bool | None) -> Skipped:
+    model = seeded_skipped(use_reentrant=use_reentrant)
     for module in (*(e for layer in model.layers for e in layer.experts), model.frozen, model):
         fully_shard(module, mesh, reshard_after_forward=setting)
     model.set_reduce_scatter_unused_params(True)
@@ -173,17 +182,19 @@ def loss_of_some(step: int, way: Way) -> Callable[[nn.Module, int], Tensor]:
     return loss
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-def test_ranks_may_leave_out_a_checkpointed_layer_that_holds_units(shape: tuple[int, ...]) -> None:
+def test_ranks_may_leave_out_a_checkpointed_layer_that_holds_units(
+    shape: tuple[int, ...], use_reentrant: bool
+) -> None:
     """What some ranks recompute, the others gather as well, whichever of its units they come to first."""
 
     def check(rank: int, world_size: int) -> list[list[tuple[str, int]]]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        torch.manual_seed(1)
-        reference, traffics = Skipped(), []
+        reference, traffics = seeded_skipped(use_reentrant=use_reentrant), []
         for setting in (True, None):
-            model = sharded_skipped(mesh, setting)
-            for step, way in enumerate((*WAYS, call, recompute, call)):
+            model = sharded_skipped(use_reentrant, mesh, setting)
+            for step, way in enumerate((*WAYS, call)):
                 loss = loss_of_some(step, way)
                 grads = oracle_grads(reference, loss, world_size)
                 unused = {n: torch.zeros_like(p) for n, p in reference.named_parameters() if n not in grads}

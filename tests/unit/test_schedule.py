@@ -111,13 +111,13 @@ def in_two_checkpoints() -> tuple[Tape, list[Checkpoint]]:
     """Units 0 and 1 run in one checkpoint and 1 in another; 0 gets no gradient there."""
     tape, checkpoints = Tape(), [Checkpoint(), Checkpoint()]
     early, late = checkpoints
-    tape.rerun_later(0, early)
-    tape.rerun_later(1, early)
-    tape.record(BEGIN_1, early)
-    tape.record(END_1, early)
-    tape.rerun_later(1, late)
-    tape.record(BEGIN_1, late)
-    tape.record(END_1, late)
+    tape.rerun_later(0, [early])
+    tape.rerun_later(1, [None, early])
+    tape.record(BEGIN_1, [early])
+    tape.record(END_1, [early])
+    tape.rerun_later(1, [None, late])
+    tape.record(BEGIN_1, [late])
+    tape.record(END_1, [late])
     tape.record(END_2)
     return tape, checkpoints
 
@@ -128,6 +128,17 @@ def test_all_of_a_checkpoint_is_known_wherever_backward_comes_into_it() -> None:
     assert (end_2, outside) == (END_2, None)
     assert region is not None
     assert region.units == [1]
+
+
+def test_checkpoints_in_one_another_are_one() -> None:
+    tape, outer, inner, other = Tape(), Checkpoint(), Checkpoint(), Checkpoint()
+    tape.rerun_later(0, [outer, inner])
+    tape.rerun_later(1, [outer, None])
+    tape.rerun_later(2, [outer, other])
+    (_, region), *rest = tape.rerun(0)
+    assert rest == []
+    assert region is not None
+    assert region.units == [0, 1, 2]
 
 
 def test_a_checkpoint_that_runs_again_passes_over_what_came_later() -> None:
