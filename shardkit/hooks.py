@@ -79,7 +79,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         unit.first_node = sequence_number()
     unit.depth += 1
     if unit.settings.reduce.fill_unused:
-        _follow_checkpoints(unit, first=first)
+        _follow_checkpoints(unit)
     precision = unit.policy.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         args = cast_floating(args, precision.param_dtype)  # type: ignore[assignment]
@@ -104,6 +104,8 @@ def post_forward(unit: Unit, module: nn.Module, output: object) -> object:
             unit.modules_to_run.discard(module)
             if not unit.modules_to_run and not recomputing:
                 _complete_forward(unit)
+            elif not recomputing:
+                _record_end(unit, with_grad=False)
     if unit.depth == 1 and not recomputing and unit.tree.forward_root is unit and not unit.modules_to_run:
         _end_iteration(unit)
     dtype = unit.policy.precision.output_dtype
@@ -197,7 +199,7 @@ def _function_around() -> FunctionCtx | None:
     return found
 
 
-def _follow_checkpoints(unit: Unit, *, first: bool) -> None:
+def _follow_checkpoints(unit: Unit) -> None:
     """Note that a forward will run again inside backward; when it does, gather as ranks that skip it do."""
     tree, index = unit.tree, unit.tree.index(unit)
     if in_backward():
@@ -207,7 +209,7 @@ def _follow_checkpoints(unit: Unit, *, first: bool) -> None:
     checkpoints = checkpoints_around()
     if any(checkpoint is not None for checkpoint in checkpoints):
         tree.tape.rerun_later(index, checkpoints)
-        if first and checkpoints.reentrant is not None:  # what runs again will find it on the tape
+        if unit.depth == 1 and checkpoints.reentrant is not None:  # what runs again will find it on the tape
             tree.tape.record(Boundary(index, is_end=False), checkpoints)
 
 
@@ -256,6 +258,11 @@ def _complete_forward(unit: Unit) -> None:
         watch_grads(unit)
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
+    _record_end(unit, with_grad=with_grad)
+
+
+def _record_end(unit: Unit, *, with_grad: bool) -> None:
+    """One with a gradient when all modules have run, and for each module that runs again by itself."""
     if (tape := _tape_of(unit)) is not None:
         checkpoints = checkpoints_around()
         if with_grad or checkpoints.reentrant is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import pytest
 import torch
@@ -164,8 +165,9 @@ def seeded_skipped(*, use_reentrant: bool) -> Skipped:
 
 def sharded_skipped(use_reentrant: bool, mesh: DeviceMesh, setting: bool | None) -> Skipped:
     model = seeded_skipped(use_reentrant=use_reentrant)
-    for module in (*(e for layer in model.layers for e in layer.experts), model.frozen, model):
-        fully_shard(module, mesh, reshard_after_forward=setting)
+    first, *others = [list(layer.experts) for layer in model.layers]
+    for modules in (first[:2], *first[2:], *chain.from_iterable(others), model.frozen, model):
+        fully_shard(modules, mesh, reshard_after_forward=setting)
     model.set_reduce_scatter_unused_params(True)
     return model
 
@@ -194,7 +196,7 @@ def test_ranks_may_leave_out_a_checkpointed_layer_that_holds_units(
         reference, traffics = seeded_skipped(use_reentrant=use_reentrant), []
         for setting in (True, None):
             model = sharded_skipped(use_reentrant, mesh, setting)
-            for step, way in enumerate((*WAYS, call)):
+            for step, way in enumerate((*WAYS, reenter, reenter)):
                 loss = loss_of_some(step, way)
                 grads = oracle_grads(reference, loss, world_size)
                 unused = {n: torch.zeros_like(p) for n, p in reference.named_parameters() if n not in grads}
