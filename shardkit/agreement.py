@@ -1,7 +1,7 @@
-"""Whether the ranks of a group planned the same, asked once before the first collective.
+"""What ranks ask one another: whether they planned the same, before the first collective; or a number.
 
 Level 6 of the data flow. Ranks that disagree would send rows of one parameter into the place of another, or
-wait for each other for ever. The question goes over the rendezvous store and not over the group: a store has
+wait for each other for ever. That question goes over the rendezvous store and not over the group: a store has
 a timeout of its own and can say who has not answered.
 
     every rank          sets    its digest
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit._torch import Store, default_store
-from shardkit.collectives import Route, all_gather
+from shardkit.collectives import Route, all_gather, all_reduce_now, has_peers
 from shardkit.errors import PlanMismatchError
 from shardkit.layout import digest
 
@@ -100,6 +100,30 @@ def exchange_texts(text: str, route: Route, device: torch.device, label: str) ->
     all_gather(rows, row, route, label).wait()
     pairs = zip(rows.view(size, longest).tolist(), lengths.tolist(), strict=True)
     return [bytes(row[:length]).decode() for row, length in pairs]
+
+
+def largest_of_ranks(
+    number: int, groups: Sequence[dist.ProcessGroup], device: torch.device, what: str
+) -> int:
+    """The largest of the ranks' numbers. Collective over each of `groups`: all ranks must call.
+
+    Waits for the device. Where the groups are the axes of a mesh, it is the largest of all its ranks.
+
+    Args:
+        what: is decided by it, for errors.
+    """
+    largest = torch.tensor([number], device=device)
+    for group in groups:
+        all_reduce_now(largest, group, what, dist.ReduceOp.MAX)
+    return int(largest.item())
+
+
+def groups_with_peers(
+    groups: Iterable[dist.ProcessGroup | None], device: torch.device
+) -> list[dist.ProcessGroup]:
+    """The groups over which anything is sent, each once, in the order that all ranks share."""
+    found = [g for g in groups if g is not None and g.size() > 1 and has_peers(g, device)]
+    return list(dict.fromkeys(found))
 
 
 def _judge(store: Store, question: str, ranks: list[int], timeout: timedelta) -> dict[str, object]:

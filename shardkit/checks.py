@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import inner_tensors
-from shardkit.agreement import check_agreement
+from shardkit.agreement import check_agreement, groups_with_peers
 from shardkit.bucket import Bucket
-from shardkit.collectives import has_peers
 from shardkit.errors import PlanMismatchError
 from shardkit.extension import has_extension
 from shardkit.sharded_param import ShardedParam
@@ -87,8 +84,8 @@ def check_ranks_agree(tree: Tree) -> None:
         f"unit {u.name!r}: reshard_after_forward={u.settings.reshard_after_forward}" for u in tree.units
     ]
     device = tree.root.policy.device
-    replicas = _with_peers([bucket.spec.axes.replicate_group for bucket in buckets], device)
-    for group in _with_peers([bucket.spec.axes.shard_group for bucket in buckets], device) + replicas:
+    replicas = groups_with_peers([bucket.spec.axes.replicate_group for bucket in buckets], device)
+    for group in groups_with_peers([bucket.spec.axes.shard_group for bucket in buckets], device) + replicas:
         check_agreement(lines, group, model)
     for group in replicas:
         ours = [bucket for bucket in buckets if bucket.spec.axes.replicate_group is group]
@@ -108,7 +105,7 @@ def _check_same_trained(tree: Tree, trained: tuple[bool, ...]) -> None:
     axes = [bucket.spec.axes for unit in tree.units for bucket in unit.buckets]
     of_ranks = [group for of in axes for group in (of.shard_group, of.replicate_group)]
     try:
-        for group in _with_peers(of_ranks, tree.root.policy.device):
+        for group in groups_with_peers(of_ranks, tree.root.policy.device):
             check_agreement(lines, group, _named(tree))
     except PlanMismatchError as error:
         raise PlanMismatchError(
@@ -126,12 +123,6 @@ def _trained(tree: Tree) -> tuple[bool, ...]:
 
 def _named(tree: Tree) -> str:
     return f"model {type(tree.root.modules[0]).__name__!r}"
-
-
-def _with_peers(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> list[dist.ProcessGroup]:
-    """The groups over which anything is sent, each once, in the order that all ranks share."""
-    found = [g for g in groups if g is not None and g.size() > 1 and has_peers(g, device)]
-    return list(dict.fromkeys(found))
 
 
 def _describe(unit: Unit) -> list[str]:

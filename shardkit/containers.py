@@ -1,4 +1,4 @@
-"""Tensors inside the containers that a module's forward takes and returns.
+"""Tensors inside the containers that a module's forward takes and returns, or that a module keeps.
 
 Level 0 of the data flow. Looks into mappings, lists, tuples, namedtuples and dataclasses, nested; everything
 else is a leaf. (Sets have no order that ranks could agree on, so tensors in them are not seen.)
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -54,6 +54,14 @@ def _find_tensors(value: object, found: list[Tensor]) -> None:
             _find_tensors(getattr(value, field.name, None), found)
 
 
+def attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
+    """A module's attributes, how many there are, and the names of those that may become a tensor."""
+    attributes = vars(module)
+    own = attributes.keys() - _MODULE_ATTRIBUTES
+    names = [name for name in own if _may_become_tensor(attributes[name])]
+    return attributes, len(attributes), names
+
+
 def _map_mapping(fn: Callable[[Tensor], Tensor], value: MutableMapping[Any, Any]) -> Any:
     if not value:
         return value
@@ -80,3 +88,11 @@ def _map_dataclass(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     for name, item in changed.items():
         object.__setattr__(mapped, name, item)  # also where it is frozen
     return mapped
+
+
+def _may_become_tensor(value: object) -> bool:
+    is_zero = type(value) is int and value == 0
+    return value is None or is_zero or isinstance(value, (float, Tensor))
+
+
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()

@@ -229,6 +229,9 @@ def _begin_iteration(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
         )
     tree.forward_root = unit
     tree.tape = Tape()
+    if tree.starts_anew:
+        tree.starts_anew = False
+        tree.open.clear()
     for other in tree.units:
         other.begin_iteration()
     tree.reductions.check_use()
@@ -280,6 +283,8 @@ def _end_iteration(root: Unit) -> None:
         if not root.expects_backward and not unit.is_pinned:
             for bucket in unit.buckets:
                 bucket.gather.drop()
+    if not tree.tape.is_empty:
+        tree.open.append(tree.tape)
 
 
 def _call_after_input_grads(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

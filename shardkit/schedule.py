@@ -104,6 +104,11 @@ class Tape:
         if unit not in region.units:
             region.units.append(unit)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to undo."""
+        return not self._steps
+
     def visit(self, boundary: Boundary) -> list[Step]:
         """What backward passes over on its way to the latest `boundary` left, in the order of backward.
 

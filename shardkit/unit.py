@@ -29,8 +29,10 @@ from shardkit._torch import (
     outside_transforms,
     param_dict,
 )
+from shardkit.agreement import groups_with_peers, largest_of_ranks
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
+from shardkit.containers import attributes_to_watch
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
 from shardkit.schedule import Boundary, ForwardOrder, Region, Step, Tape
@@ -193,7 +195,7 @@ class Unit:
         the unit was made, and all of a module that has got new ones since.
         """
         if not self._watched:
-            self._watched = [_attributes_to_watch(module) for _, module in self.managed]
+            self._watched = [attributes_to_watch(module) for _, module in self.managed]
         found = []
         for attributes, num_attributes, names in self._watched:
             for name in names if len(attributes) == num_attributes else list(attributes):
@@ -230,7 +232,9 @@ class Tree:
         self.units: list[Unit] = [root]
         self.order = ForwardOrder()
         self.tape = Tape()  # of the running forward
+        self.open: list[Tape] = []  # of forwards that no backward has undone
         self.undone: list[Tape] = []  # which the running backward has come to
+        self.starts_anew = False  # the last backward is over: what is still open then is not undone any more
         self.region: Region | None = None  # in which it is
         self.streams = Streams(root.policy.device)
         self.reductions = ReductionQueue()
@@ -288,7 +292,7 @@ class Tree:
 
         Collective over the mesh, for units whose unused parameters count as zero.
         """
-        self._undo(tape, tape.visit(boundary))
+        self.undo(tape, tape.visit(boundary))
 
     def rerun(self, unit: Unit) -> None:
         """Activation checkpointing runs `unit` forward again: gather first all that it may run with it.
@@ -296,9 +300,9 @@ class Tree:
         Collective over the mesh, as `visit`: ranks that pass over the checkpoint do the same.
         """
         self.enter_backward()
-        for tape in (*reversed(self.undone), self.tape):
+        for tape in (*reversed(self.undone), *reversed(self.open)):
             if steps := tape.rerun(self.index(unit)):
-                self._undo(tape, steps)
+                self.undo(tape, steps)
                 return
 
     def begin_backward_of(self, unit: Unit) -> None:
@@ -322,9 +326,11 @@ class Tree:
     def end_backward(self) -> None:
         """Complete units whose inputs needed no gradient; wait for all reductions after the last backward."""
         self._finish_tapes()
+        _pass_over_before(None, self)
         _go_into(None, self)
         for tape in self.undone:
             tape.rewind()
+        self.open = [tape for tape in self.open if tape not in self.undone]
         self.undone.clear()
         self.awaits_callback = False
         self.forward_root = None
@@ -338,6 +344,7 @@ class Tree:
             self.reductions.finish_all()
         if not self.is_last_backward:
             return
+        self.starts_anew = True
         self.order.clear()
         for unit in self.units:
             for bucket in unit.buckets:
@@ -351,6 +358,7 @@ class Tree:
         self.reductions.finish_all()
         self.order.clear()
         self.undone.clear()
+        self.open.clear()
         self.region = None
         self.forward_root = None
         self.awaits_callback = False
@@ -371,11 +379,13 @@ class Tree:
 
     def _finish_tapes(self) -> None:
         for tape in self.undone:
-            self._undo(tape, tape.finish())
+            self.undo(tape, tape.finish())
 
-    def _undo(self, tape: Tape, steps: Sequence[Step]) -> None:
+    def undo(self, tape: Tape, steps: Sequence[Step]) -> None:
+        """Do in place of autograd what backward passes over. Collective over the mesh."""
         if tape not in self.undone:
             self._finish_tapes()  # of later forwards, which autograd visits before earlier ones
+            _pass_over_before(tape, self)
             self.undone.append(tape)
         for boundary, region in steps:
             _go_into(region, self)
@@ -387,6 +397,23 @@ class Tree:
             else:
                 with outside_transforms():
                     unit.post_backward(keep=self.keeps_gathered)
+
+
+def _pass_over_before(tape: Tape | None, tree: Tree) -> None:
+    """Undo first the forwards of which other ranks' losses use something, and this one's nothing.
+
+    A backward may also leave out a forward on all ranks, so they ask one another. Collective over the mesh.
+    """
+    if len(tree.open) < 2:
+        return
+    mine = tree.open.index(tape) + 1 if tape in tree.open else 0
+    device = tree.root.policy.device
+    axes = [bucket.spec.axes for unit in tree.units for bucket in unit.buckets]
+    groups = groups_with_peers([g for of in axes for g in (of.shard_group, of.replicate_group)], device)
+    while (latest := largest_of_ranks(mine, groups, device, "the forward that backward undoes")) > mine:
+        passed = tree.open[latest - 1]
+        tree.undone.append(passed)
+        tree.undo(passed, passed.finish())
 
 
 def _go_into(region: Region | None, tree: Tree) -> None:
@@ -447,22 +474,6 @@ def _check_no_grads_wait(unit: Unit) -> None:
             f"unit {unit.name!r}: its parameters were cast or moved while gradients of micro-batches without "
             "sync wait in another dtype or place. Do it after a synced backward."
         )
-
-
-def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
-    """A module's attributes, how many there are, and the names of those that may become a tensor."""
-    attributes = vars(module)
-    own = attributes.keys() - _MODULE_ATTRIBUTES
-    names = [name for name in own if _may_become_tensor(attributes[name])]
-    return attributes, len(attributes), names
-
-
-def _may_become_tensor(value: object) -> bool:
-    is_zero = type(value) is int and value == 0
-    return value is None or is_zero or isinstance(value, (float, Tensor))
-
-
-_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 
 
 def _grad_hook(unit_ref: weakref.ref[Unit], bucket: Bucket, index: int) -> GradHook | None:

@@ -258,6 +258,49 @@ def test_one_backward_may_follow_forwards_that_use_different_units() -> None:
     run_ranks(check, 3, timeout=60)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_loss_may_use_nothing_of_some_forwards(world_size: int) -> None:
+    """Of three forwards before one backward: rank 0 uses the first, rank 1 two, rank 2 the second."""
+
+    def check(rank: int, world_size: int) -> list[list[tuple[str, int]]]:
+        def some(model: nn.Module, rank: int) -> Tensor:
+            losses = [loss_of(step, recompute)(model, rank) for step in range(3)]
+            return sum([losses[step] for step in [(0,), (0, 1), (1,)][rank]], torch.zeros(()))
+
+        reference, traffics = seeded(stem=True), []
+        grads = oracle_grads(reference, some, world_size)
+        unused = {n: torch.zeros_like(p) for n, p in reference.named_parameters() if n not in grads}
+        for setting in (True, None):
+            model = sharded(True, (world_size,), setting)
+            model.set_reduce_scatter_unused_params(True)
+            for _ in range(2):
+                model.zero_grad()
+                with count_traffic() as traffic:
+                    some(model, rank).backward()
+                assert_grads_equal(model, grads | unused, 3)
+                traffics.append(sorted(traffic.num_calls.items()))
+        return traffics
+
+    first, *others = run_ranks(check, world_size, timeout=90)
+    assert all(other == first for other in others), "ranks took part in different collectives"
+
+
+def test_ranks_ask_one_another_only_where_several_forwards_wait() -> None:
+    def check(rank: int, world_size: int) -> list[int]:
+        model = sharded(True, (world_size,), True)
+        model.set_reduce_scatter_unused_params(True)
+        asked = []
+        for num_forwards in (1, 1, 2, 1):  # the second is left by all, and forgotten by the next forward
+            with count_traffic() as traffic:
+                loss, *_ = [loss_of(step, call)(model, rank) for step in range(num_forwards)]
+                loss.backward()
+            asked.append(traffic.num_calls["all_reduce"])
+        return asked
+
+    begin_and_end = 2
+    assert run_ranks(check, 2) == [[0, 0, begin_and_end, 0]] * 2
+
+
 def test_ranks_that_use_different_units_are_told_of_the_opt_in() -> None:
     def check(rank: int, world_size: int) -> None:
         model = sharded(True, (world_size,), True)
