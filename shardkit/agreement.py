@@ -25,6 +25,7 @@ from shardkit._torch import Store, default_store
 from shardkit.collectives import Route, all_gather, all_reduce_now, has_peers
 from shardkit.errors import PlanMismatchError
 from shardkit.layout import digest
+from shardkit.mesh import DataAxes
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -122,8 +123,12 @@ def groups_with_peers(
     groups: Iterable[dist.ProcessGroup | None], device: torch.device
 ) -> list[dist.ProcessGroup]:
     """The groups over which anything is sent, each once, in the order that all ranks share."""
-    found = [g for g in groups if g is not None and g.size() > 1 and has_peers(g, device)]
-    return list(dict.fromkeys(found))
+    return [g for g in dict.fromkeys(groups) if g is not None and g.size() > 1 and has_peers(g, device)]
+
+
+def groups_of(axes: Iterable[DataAxes], device: torch.device) -> list[dist.ProcessGroup]:
+    """The same of buckets that are cut and copied over `axes`."""
+    return groups_with_peers([group for of in axes for group in (of.shard_group, of.replicate_group)], device)
 
 
 def _judge(store: Store, question: str, ranks: list[int], timeout: timedelta) -> dict[str, object]:

@@ -11,18 +11,24 @@ import weakref
 from itertools import chain
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import inner_tensors
-from shardkit.agreement import check_agreement, groups_with_peers
+from shardkit.agreement import check_agreement, groups_of, groups_with_peers
 from shardkit.bucket import Bucket
+from shardkit.collectives import all_reduce_now
 from shardkit.errors import PlanMismatchError
 from shardkit.extension import has_extension
 from shardkit.sharded_param import ShardedParam
 from shardkit.unit import Tree, Unit
 
 _checked: weakref.WeakKeyDictionary[Tree, list[int]] = weakref.WeakKeyDictionary()
-_agreed: weakref.WeakKeyDictionary[Tree, set[tuple[bool, ...]]] = weakref.WeakKeyDictionary()  # what trains
+# the choices of what trains, each with its number, the same on all ranks
+_agreed: weakref.WeakKeyDictionary[Tree, dict[tuple[bool, ...], int]] = weakref.WeakKeyDictionary()
+# the largest number that a rank chose, and minus the smallest; when they are there
+_asked: weakref.WeakKeyDictionary[Tree, tuple[Tensor, torch.Event | None]] = weakref.WeakKeyDictionary()
 
 
 def check_all_managed(tree: Tree) -> None:
@@ -56,8 +62,10 @@ def check_ranks_agree(tree: Tree) -> None:
     """Once, compare plans, and the replicas' weights, over every group that will communicate.
 
     Once more, compare what is trained, for every choice of parameters that `requires_grad_` made since: rows
-    of gradients hold what is trained, so ranks that disagree would add gradients of different parameters. A
-    choice that is known is not compared again, as a generator and a critic would pay for that at every step.
+    of gradients hold what is trained, so ranks that disagree would add gradients of different parameters.
+    Once there are several choices, their numbers are compared in every forward with grad. That is one
+    all-reduce of two numbers; where the host runs ahead it does not wait for it, and the next forward has the
+    answer.
 
     Collective over the data-parallel axes: all ranks must call.
 
@@ -66,13 +74,16 @@ def check_ranks_agree(tree: Tree) -> None:
             come.
     """
     trained = _trained(tree)
-    if trained in _agreed.get(tree, ()):
+    if (known := _agreed.get(tree)) is not None:
+        if len(known) > 1:
+            _check_answer(tree)
+        if trained not in known:
+            _check_same_trained(tree, trained)
+            known[trained] = len(known)
+        elif len(known) > 1 and torch.is_grad_enabled():
+            _compare_number(tree, known[trained])
         return
-    if tree in _agreed:
-        _check_same_trained(tree, trained)
-        _agreed[tree].add(trained)
-        return
-    _agreed[tree] = {trained}
+    _agreed[tree] = {trained: 0}
     buckets = [bucket for unit in tree.units for bucket in unit.buckets]
     model = _named(tree)
     lines = [line for unit in tree.units for line in _describe(unit)]
@@ -102,10 +113,8 @@ def check_ranks_agree(tree: Tree) -> None:
 def _check_same_trained(tree: Tree, trained: tuple[bool, ...]) -> None:
     params = [param for unit in tree.units for param in unit.params]
     lines = [f"{param.name}: requires_grad={wants}" for param, wants in zip(params, trained, strict=True)]
-    axes = [bucket.spec.axes for unit in tree.units for bucket in unit.buckets]
-    of_ranks = [group for of in axes for group in (of.shard_group, of.replicate_group)]
     try:
-        for group in groups_with_peers(of_ranks, tree.root.policy.device):
+        for group in _groups(tree):
             check_agreement(lines, group, _named(tree))
     except PlanMismatchError as error:
         raise PlanMismatchError(
@@ -115,10 +124,52 @@ def _check_same_trained(tree: Tree, trained: tuple[bool, ...]) -> None:
         ) from error
 
 
+def _compare_number(tree: Tree, number: int) -> None:
+    groups = _groups(tree)
+    if not groups:
+        return
+    event = tree.streams.mark()
+    with tree.streams.on(tree.streams.all_reduce):
+        tree.streams.wait(event)  # the last answer, whose bytes these may be, has been read
+        bounds = torch.full((2,), number, device=tree.root.policy.device)
+        bounds[1].neg_()
+        for group in groups:
+            all_reduce_now(bounds, group, _named(tree), dist.ReduceOp.MAX)
+        _asked[tree] = bounds.to("cpu", non_blocking=True), tree.streams.mark()
+    if not tree.streams.runs_ahead:
+        _check_answer(tree)
+
+
+def _check_answer(tree: Tree) -> None:
+    """Raise what the last comparison found."""
+    bounds, event = _asked.pop(tree, (None, None))
+    if bounds is None:
+        return
+    if event is not None:
+        event.synchronize()
+    largest, smallest = (abs(number) for number in bounds.tolist())
+    if largest == smallest:
+        return
+    choices = list(_agreed[tree])
+    params = [param for unit in tree.units for param in unit.params]
+    both = zip(params, choices[largest], choices[smallest], strict=True)
+    names = [param.name for param, one, other in both if one != other]
+    raise PlanMismatchError(
+        f"{_named(tree)}: some ranks train {names[0]!r} and others do not, of {names} that differ, so that "
+        "gradients of different parameters would be added. Switch requires_grad alike on every rank, before "
+        "the same forward."
+    )
+
+
 def _trained(tree: Tree) -> tuple[bool, ...]:
     """Of every parameter, in the form that the modules hold, whether it requires a gradient."""
     held = [param.registered for unit in tree.units for param in unit.params]
     return tuple([param is not None and param.requires_grad for param in held])
+
+
+def _groups(tree: Tree) -> list[dist.ProcessGroup]:
+    axes = [bucket.spec.axes for unit in tree.units for bucket in unit.buckets]
+    return groups_of(axes, tree.root.policy.device)
 
 
 def _named(tree: Tree) -> str:

@@ -29,7 +29,7 @@ from shardkit._torch import (
     outside_transforms,
     param_dict,
 )
-from shardkit.agreement import groups_with_peers, largest_of_ranks
+from shardkit.agreement import groups_of, largest_of_ranks
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
 from shardkit.containers import attributes_to_watch
@@ -409,7 +409,7 @@ def _pass_over_before(tape: Tape | None, tree: Tree) -> None:
     mine = tree.open.index(tape) + 1 if tape in tree.open else 0
     device = tree.root.policy.device
     axes = [bucket.spec.axes for unit in tree.units for bucket in unit.buckets]
-    groups = groups_with_peers([g for of in axes for g in (of.shard_group, of.replicate_group)], device)
+    groups = groups_of(axes, device)
     while (latest := largest_of_ranks(mine, groups, device, "the forward that backward undoes")) > mine:
         passed = tree.open[latest - 1]
         tree.undone.append(passed)

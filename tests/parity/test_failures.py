@@ -21,6 +21,7 @@ import shardkit.checks
 from shardkit import MixedPrecisionPolicy, fully_shard
 from shardkit._torch import default_store
 from shardkit.agreement import check_agreement
+from shardkit.collectives import count_traffic
 from shardkit.errors import CollectiveTimeoutError, PlanMismatchError
 from tests.support.deaths import SOON_S, die, leaving_word, word_of
 from tests.support.models import CASES, MLP, normal_batch
@@ -301,6 +302,57 @@ def test_ranks_that_freeze_alike_are_asked_once_for_each_choice() -> None:
         assert len(asked) == 2
 
     run_ranks(check, 2)
+
+
+@both_layouts
+@pytest.mark.parametrize(("world_size", "hidden"), [(2, 7), (3, 7), (2, 40)])
+def test_ranks_out_of_phase_between_choices_are_told_on_every_rank(world_size: int, hidden: int) -> None:
+    """Before rows of the two layers meet, whether these have one size or not."""
+
+    def check(rank: int, world_size: int) -> None:
+        model = fully_shard(MLP(7, hidden, 7))
+        for step in range(5):
+            is_odd = (step + (step == 4 and rank == 1)) % 2 == 1
+            model.layers[0].requires_grad_(not is_odd)
+            model.layers[1].requires_grad_(is_odd)
+            CASE.loss(model, rank).backward()
+
+    words = (
+        "model 'FSDPMLP'",
+        "some ranks train 'layers.0.weight'",
+        "'layers.1.weight'",
+        "Switch requires_grad",
+    )
+    errors_on_all_ranks(check, world_size, PlanMismatchError, *words)
+
+
+def test_where_devices_run_ahead_the_next_forward_tells_of_ranks_out_of_phase() -> None:
+    def check(rank: int, world_size: int) -> None:
+        model = fully_shard(MLP(7, 7, 7))
+        for step in range(3):
+            model.layers[0].requires_grad_((step + (step == 2 and rank == 1)) % 2 == 0)
+            fully_shard.state(model).unit.tree.streams.runs_ahead = True
+            CASE.loss(model, rank)
+        dist.barrier()
+        CASE.loss(model, rank)
+
+    words = ("model 'FSDPMLP'", "some ranks train 'layers.0.weight'")
+    errors_on_all_ranks(check, 2, PlanMismatchError, *words)
+
+
+def test_known_choices_are_compared_by_one_all_reduce_a_forward() -> None:
+    def check(rank: int, world_size: int) -> list[int]:
+        model, num_calls = equal_layers(), []
+        for step in range(6):
+            model.layers[0].requires_grad_(step not in (2, 3))
+            with count_traffic() as traffic:
+                CASE.loss(model, rank).backward()
+                with torch.no_grad():  # nothing is trained by it
+                    CASE.loss(model, rank)
+            num_calls.append(traffic.num_calls["all_reduce"])
+        return num_calls
+
+    assert run_ranks(check, 2) == [[0, 0, 0, 1, 1, 1]] * 2
 
 
 # ---------------------------------------------------------------- a rank that never comes

@@ -176,6 +176,12 @@ def fail_once(model: Any, micro: int, loss: Callable[[], Tensor]) -> None:
     loss().backward()
 
 
+def freeze_in_turns(model: Any, micro: int, loss: Callable[[], Tensor]) -> None:
+    for is_trained in (True, False, True):
+        model.blocks[1].up.requires_grad_(is_trained)
+        loss().backward()
+
+
 def unshard_by_hand(model: Any, micro: int, loss: Callable[[], Tensor]) -> None:
     handle = model.blocks[0].unshard(async_op=True)
     model.blocks[1].unshard()
@@ -319,7 +325,12 @@ PROGRAMS = {
     "prefetch": Program(prepare=prefetch_two),
     "many reductions": Program(prepare=many_reductions),
     "uneven use": Program(prepare=fill_unused, branches=True),
+    "uneven use, two forwards": Program(
+        prepare=fill_unused, branches=True, micro=two_forwards_then_backwards
+    ),
+    "uneven use, recompute": Program(prepare=fill_unused, branches=True, recompute=True),
     "frozen": Program(prepare=freeze),
+    "frozen in turns": Program(micro=freeze_in_turns),
     "step in backward": Program(prepare=step_in_backward),
     "step in backward, hsdp bf16": Program({"mp_policy": BF16}, mesh=(2, 2), prepare=step_in_backward),
     "quantised": Program(RAGGED, prepare=quantise),
