@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +54,31 @@ def _find_tensors(value: object, found: list[Tensor]) -> None:
             _find_tensors(getattr(value, field.name, None), found)
 
 
-def attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
+class KeptTensors:
+    """Tensors with a graph that modules keep as attributes: a loss may start from them.
+
+    Only what may become one is looked at: attributes that held nothing, zero, a float or a tensor at the
+    first look, and all of a module that has got new ones since.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._watched: list[tuple[dict[str, object], int, list[str]]] = []  # by module, once looked at
+
+    def find(self) -> list[Tensor]:
+        """Those that are there now."""
+        if not self._watched:
+            self._watched = [_attributes_to_watch(module) for module in self._modules]
+        found = []
+        for attributes, num_attributes, names in self._watched:
+            for name in names if len(attributes) == num_attributes else list(attributes):
+                value = attributes.get(name)
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    found.append(value)
+        return found
+
+
+def _attributes_to_watch(module: nn.Module) -> tuple[dict[str, object], int, list[str]]:
     """A module's attributes, how many there are, and the names of those that may become a tensor."""
     attributes = vars(module)
     own = attributes.keys() - _MODULE_ATTRIBUTES

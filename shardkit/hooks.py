@@ -335,7 +335,7 @@ def _call_before_output_grads(unit: Unit, output: object) -> None:
             if (base := base_made_since(unit.first_node, tensor)) is not None:
                 base.register_hook(hook)  # the view's own hook is lost when the user writes to it
             unit.expects_backward = True
-    for value in unit.kept_tensors():
+    for value in unit.kept.find():
         if value not in _hooked:
             _hooked[value] = True
             value.register_hook(hook)

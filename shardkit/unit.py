@@ -32,7 +32,7 @@ from shardkit._torch import (
 from shardkit.agreement import groups_of, largest_of_ranks
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
-from shardkit.containers import attributes_to_watch
+from shardkit.containers import KeptTensors
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
 from shardkit.schedule import Boundary, ForwardOrder, Region, Step, Tape
@@ -77,7 +77,7 @@ class Unit:
             for keys_or_values in (param_dict(module).keys(), child_dict(module).values())
         ]  # live views: the names of the modules' parameters, and their children
         self._is_checked = False  # that every parameter is where a gather can read it
-        self._watched: list[tuple[dict[str, object], int, list[str]]] = []
+        self.kept = KeptTensors([module for _, module in self.managed])
         self.depth = 0  # forwards of the unit's modules that are running now, one in another
         self.first_node = 0  # what this forward computes has nodes of this number and above
         self.modules_to_run: set[nn.Module] = set()  # what this forward has not run yet
@@ -165,6 +165,18 @@ class Unit:
             else:
                 bucket.reshard_to(self.tree.streams, setting)
 
+    def open_rows(self) -> None:
+        """Make room for gradients now, not at the first one, which comes on some ranks alone.
+
+        A reduction over the replicas has a second collective, which all of them have to come to at one point.
+        """
+        for bucket in self.buckets:
+            self.tree.reductions.finish_of(bucket)
+            if bucket.grads.is_empty and _trains(bucket):
+                self.tree.reductions.make_room()
+                with torch.no_grad():
+                    bucket.grads.add({})
+
     def post_backward(self, *, keep: bool = False) -> None:
         """Take the gradients that backward left, reshard, and start to reduce. Collective over the mesh.
 
@@ -187,22 +199,6 @@ class Unit:
         if self.settings.gradient_sync:
             for bucket in self.buckets:
                 self._reduce(bucket)
-
-    def kept_tensors(self) -> list[Tensor]:
-        """Tensors with a graph that the modules keep as attributes: a loss may start from them.
-
-        Only what may become one is looked at: attributes that held nothing, zero, a float or a tensor when
-        the unit was made, and all of a module that has got new ones since.
-        """
-        if not self._watched:
-            self._watched = [attributes_to_watch(module) for _, module in self.managed]
-        found = []
-        for attributes, num_attributes, names in self._watched:
-            for name in names if len(attributes) == num_attributes else list(attributes):
-                value = attributes.get(name)
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    found.append(value)
-        return found
 
     def reset(self) -> None:
         """Forget a failed iteration: no gathered parameters, no gradients that were not reduced."""
@@ -311,7 +307,7 @@ class Tree:
             return
         unit.in_backward, unit.is_settled = True, False
         if unit.settings.reduce.fill_unused and not self.streams.runs_ahead:
-            self._open_rows(unit)
+            unit.open_rows()
         following = self.order.prefetch_for(self.index(unit))
         with outside_transforms():
             if unit.settings.unshard_in_backward:
@@ -364,18 +360,6 @@ class Tree:
         self.awaits_callback = False
         for unit in self.units:
             unit.reset()
-
-    def _open_rows(self, unit: Unit) -> None:
-        """Make room for gradients now, not at the first one, which comes on some ranks alone.
-
-        A reduction over the replicas has a second collective, which all of them have to come to at one point.
-        """
-        for bucket in unit.buckets:
-            self.reductions.finish_of(bucket)
-            if bucket.grads.is_empty and _trains(bucket):
-                self.reductions.make_room()
-                with torch.no_grad():
-                    bucket.grads.add({})
 
     def _finish_tapes(self) -> None:
         for tape in self.undone:
