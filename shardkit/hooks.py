@@ -16,7 +16,8 @@ gathered and reduced as well.
 Activation checkpointing runs forward again inside backward. If the unit's backward has begun (non-reentrant,
 the graph of the first forward lives on), the recomputed forward only needs the parameters gathered. If it has
 not (reentrant, the first forward ran without grad), it builds the graph that backward will use, so it gets
-hooks like any other, but neither reshards nor enters the order: its backward follows at once.
+hooks like any other, but neither reshards nor enters the order: its backward follows at once. Where ranks may
+use different units, forward notes what runs inside a checkpoint: ranks that pass over it gather that too.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def post_forward(unit: Unit, module: nn.Module, output: object) -> object:
             unit.modules_to_run.discard(module)
             if not unit.modules_to_run and not recomputing:
                 _complete_forward(unit)
-            elif not recomputing:
+            elif not recomputing and unit.settings.reduce.fill_unused:
                 _record_end(unit, with_grad=False)
     if unit.depth == 1 and not recomputing and unit.tree.forward_root is unit and not unit.modules_to_run:
         _end_iteration(unit)
@@ -261,15 +262,15 @@ def _complete_forward(unit: Unit) -> None:
         watch_grads(unit)
     if with_grad:
         unit.tree.order.record(unit.tree.index(unit))
-    _record_end(unit, with_grad=with_grad)
+    if unit.settings.reduce.fill_unused:
+        _record_end(unit, with_grad=with_grad)
 
 
 def _record_end(unit: Unit, *, with_grad: bool) -> None:
     """One with a gradient when all modules have run, and for each module that runs again by itself."""
-    if (tape := _tape_of(unit)) is not None:
-        checkpoints = checkpoints_around()
-        if with_grad or checkpoints.reentrant is not None:
-            tape.record(Boundary(unit.tree.index(unit), is_end=True), checkpoints)
+    checkpoints = checkpoints_around()
+    if with_grad or checkpoints.reentrant is not None:
+        unit.tree.tape.record(Boundary(unit.tree.index(unit), is_end=True), checkpoints)
 
 
 def _end_iteration(root: Unit) -> None:
