@@ -122,7 +122,9 @@ def _whole_rows(
     """The local elements within whole rows of dim 0, the rest `identity`; and the first row's index."""
     if len(ragged.dims) == 1:
         return local, ragged.start_unit(rank)
-    units_of_row = math.prod(shape[1 : len(ragged.dims)])
+    if not ragged.dims:  # one rank has the whole, as its only unit
+        return local.view(local.shape[0] * shape[0], *shape[1:]), 0
+    units_of_row = max(1, math.prod(shape[1 : len(ragged.dims)]))
     start, units = ragged.start_unit(rank), ragged.local_units[rank]
     first, stop = start // units_of_row, -(-(start + units) // units_of_row)
     rows = local.new_full(((stop - first) * units_of_row, *local.shape[1:]), identity)

@@ -34,6 +34,7 @@ CASES = {
     3: [
         Case((5, 3), (3,), (RaggedShard((0,), (1, 4, 0)),)),
         Case((5, 3), (3,), (RaggedShard((0, 1), (4, 0, 11)),)),
+        Case((5, 3), (3,), (RaggedShard((), (0, 1, 0)),)),
         Case((2, 3, 4), (3,), (RaggedShard((0, 1, 2), (5, 17, 2)),)),
         Case((7,), (3,), (RaggedShard((0,), (0, 6, 1)),)),
         Case((1,), (3,), (RaggedShard((0,), (0, 1, 0)),)),

@@ -208,6 +208,16 @@ def test_every_operator_answers_as_the_full_tensor_or_refuses_by_name(world_size
     run_ranks(_walk_all, world_size)
 
 
+def _of_no_elements(rank: int, world_size: int) -> None:
+    mesh = mesh_of(CASES[3][0])
+    none = distribute_tensor(torch.empty(3, 0), mesh, [RaggedShard((0, 1), (0, 0, 0))])
+    assert_same(full((none > 0).any(1)), torch.zeros(3, dtype=torch.bool), "any of no elements")
+
+
+def test_rows_of_no_elements_are_reduced_to_what_changes_nothing():
+    run_ranks(_of_no_elements, 3)
+
+
 def _broadcasting(rank: int, world_size: int) -> None:
     for case in CASES[world_size]:
         if len(case.shape) != 2:
