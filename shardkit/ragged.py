@@ -142,6 +142,9 @@ class RaggedTensor(DTensor):
     @property  # type: ignore[override]
     def data(self) -> RaggedTensor:
         """This tensor without its history, as torch.Tensor.data; assigning replaces the local tensor too."""
+        if torch.is_inference_mode_enabled():  # where torch makes no views of other tensors
+            with torch.inference_mode(False):
+                return self.data
         detached = self.detach()
         assert isinstance(detached, RaggedTensor)
         return detached

@@ -81,6 +81,18 @@ def refuse(func: OpOverload, why: str) -> NoReturn:
     raise NotImplementedError(f"{func}: {why}")
 
 
+def dims_from_front(func: OpOverload, dims: Sequence[int], ndim: int) -> list[int]:
+    """The dims of a tensor of `ndim` that a call names, counted from the front; raises as torch does."""
+    end = max(1, ndim)
+    for dim in dims:
+        if not -end <= dim < end:
+            raise IndexError(f"{func}: expected dims from {-end} to {end - 1}, got {dim}.")
+    counted = [dim % end for dim in dims]
+    if len(set(counted)) < len(counted):
+        raise RuntimeError(f"{func}: expected every dim once, got {tuple(dims)} of {ndim} dims.")
+    return counted
+
+
 def _no_out(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> NoReturn:
     """A result that lies otherwise than its operands is a new tensor; `out` would keep what it held."""
     refuse(func, "no out= here on a RaggedTensor. Call it without, and copy_() the result.")
@@ -119,6 +131,8 @@ def pointwise(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) 
             return _pointwise_aligned(cls, func, args, kwargs)
         else:
             local_args.append(arg)
+    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        refuse(func, "a RaggedTensor is contiguous. Leave memory_format out, or convert what is gathered.")
     if spec is None or (kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values())):
         return _pointwise_aligned(cls, func, args, kwargs)
     result = func(*local_args, **kwargs)
@@ -159,7 +173,7 @@ def aligned(func: OpOverload, cls: type[DTensor], operand: torch.Tensor, spec: D
                 f"a plain tensor of shape {tuple(operand.shape)} next to a RaggedTensor. If all ranks hold "
                 "the same values, wrap it with DTensor.from_local(tensor, mesh, [Replicate()]).",
             )
-        return operand if meta_of(spec).shape else operand.reshape(1)
+        return _of_one(func, operand, spec)
     own = spec_of(operand)
     if isinstance(operand, cls):
         if _broadcasts_locally(own, spec):
@@ -167,12 +181,18 @@ def aligned(func: OpOverload, cls: type[DTensor], operand: torch.Tensor, spec: D
         if _holds_all(own, spec):
             return transfer(local_of(operand), layout_of(own), layout_of(spec), spec.mesh).wait()
     elif own.mesh == spec.mesh and (part := _stock_part(operand, spec)) is not None:
-        return part
+        return part if part.ndim else _of_one(func, part, spec)
     refuse(
         func,
         f"operands lie differently: {own.placements} and {spec.placements} for shape "
         f"{tuple(meta_of(spec).shape)}. Bring one to the other's placements with shardkit.redistribute.",
     )
+
+
+def _of_one(func: OpOverload, operand: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """An operand of no dims: next to one that has none either, it takes part in the promotion of dtypes."""
+    fills = base_name(func).startswith(("fill", "masked_fill"))
+    return operand if meta_of(spec).shape or fills else operand.reshape(1)
 
 
 def _broadcasts_locally(small: DTensorSpec, large: DTensorSpec) -> bool:
@@ -229,7 +249,7 @@ def _stock_part(operand: DTensor, spec: DTensorSpec) -> torch.Tensor | None:
     reduced = [p if ok else Replicate() for ok, p in zip(alike, own.placements, strict=True)]
     local = local_of(operand.redistribute(placements=reduced))
     if not local.ndim:
-        return local if shape else local.reshape(1)
+        return local
     seen = list(shape)  # with the cuts that `local` has already
     for ok, placement in zip(alike, own.placements, strict=True):
         if ok and isinstance(placement, Shard):

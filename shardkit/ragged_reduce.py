@@ -35,6 +35,7 @@ from shardkit.ragged_ops import (
     Kwargs,
     aligned,
     base_name,
+    dims_from_front,
     named_arguments,
     pointwise,
     refuse,
@@ -77,10 +78,10 @@ MIN = Fold(lambda t, dims, keepdim: t.amin(dims, keepdim), "min", _highest)
 
 
 def reduce(cls: type[DTensor], tensor: DTensor, fold: Fold, dims: Sequence[int], keepdim: bool) -> DTensor:
-    """Fold `tensor` over `dims` (none given: all)."""
+    """Fold `tensor` over `dims`, counted from the front (none given: all)."""
     spec = spec_of(tensor)
     axis, ragged = ragged_of(spec)
-    dims = sorted({dim % tensor.ndim for dim in dims if tensor.ndim} or set(range(tensor.ndim)))
+    dims = sorted(dims or range(tensor.ndim)) if tensor.ndim else []
     prefix, coordinate = len(ragged.dims), coordinate_of(spec.mesh)
     local, shape = local_of(tensor), sharded_shape(layout_of(spec), coordinate)
     identity = fold.identity(local.dtype)
@@ -178,7 +179,7 @@ def sum_or_prod(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs
     named, fold = named_arguments(func, args, kwargs), PROD if base_name(func) == "prod" else SUM
     tensor, dtype = cast(DTensor, args[0]), cast(torch.dtype | None, named.get("dtype"))
     wide, dtype = _accumulator(tensor, dtype)
-    result = reduce(cls, wide, fold, _dims(named), bool(named.get("keepdim")))
+    result = reduce(cls, wide, fold, _dims(func, named, tensor), bool(named.get("keepdim")))
     return result if dtype is None else result.to(dtype)
 
 
@@ -187,7 +188,8 @@ def mean(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> to
     """The sum over the global count: shards of unequal size weigh by what they hold."""
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
     wide, dtype = _accumulator(tensor, cast(torch.dtype | None, named.get("dtype")))
-    result = _mean(cls, wide, _dims(named), bool(named.get("keepdim")))
+    _check_floating(func, wide)
+    result = _mean(cls, wide, _dims(func, named, tensor), bool(named.get("keepdim")))
     return result if dtype is None else result.to(dtype)
 
 
@@ -195,11 +197,14 @@ def mean(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> to
 def var(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Around the global mean, which is reduced first."""
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
-    dims, keepdim = _dims(named), bool(named.get("keepdim"))
+    dims, keepdim = _dims(func, named, tensor), bool(named.get("keepdim"))
     correction = named.get("correction")
     if correction is None:
         correction = int(bool(named.get("unbiased", True)))
     wide, dtype = _accumulator(tensor, None)
+    _check_floating(func, wide)
+    if tensor.dtype.is_complex:
+        refuse(func, f"of {tensor.dtype}. Use full_tensor().")
     around = wide - _mean(cls, wide, dims, True)
     total = reduce(cls, cast(DTensor, around * around), SUM, dims, keepdim)
     result: torch.Tensor = total / max(0.0, _count(tensor, dims) - cast(float, correction))
@@ -216,8 +221,10 @@ def extreme(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
     tensor = cast(DTensor, args[0])
     if name in ("any", "all") and tensor.dtype != torch.bool:
         tensor = cast(DTensor, tensor != 0)
-    fold = MAX if name in ("amax", "any") else MIN
-    return reduce(cls, tensor, fold, _dims(named), bool(named.get("keepdim")))
+    fold, dims = MAX if name in ("amax", "any") else MIN, _dims(func, named, tensor)
+    if name in ("amax", "amin"):
+        _check_some(func, tensor, dims)
+    return reduce(cls, tensor, fold, dims, bool(named.get("keepdim")))
 
 
 @rule("max min cumsum cumprod argmax argmin _softmax _log_softmax logsumexp sort topk")
@@ -228,14 +235,15 @@ def along_suffix(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwarg
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
     name, spec = base_name(func), spec_of(tensor)
     if name in ("max", "min") and "dim" not in named:
+        _check_some(func, tensor, [])
         return reduce(cls, tensor, MAX if name == "max" else MIN, [], False)
     _, ragged = ragged_of(spec)
-    dims, prefix = _dims(named), len(ragged.dims)
+    dims, prefix = _dims(func, named, tensor), len(ragged.dims)
     if any(isinstance(p, Shard) for p in spec.placements):
         refuse(func, f"of {spec.placements}, where another mesh axis cuts too. Use full_tensor().")
-    if len(dims) != 1 or prefix == 0 or dims[0] % tensor.ndim < prefix:
+    if len(dims) != 1 or prefix == 0 or dims[0] < prefix:
         refuse(func, f"along dims {dims}, of which {ragged} cuts some. Use full_tensor().")
-    local_dim = dims[0] % tensor.ndim - prefix + 1
+    local_dim = dims[0] - prefix + 1
     named["dim"] = [local_dim] if isinstance(named["dim"], list) else local_dim
     positional = [named[a.name] for a in op_arguments(func)[1:] if not a.kwarg_only]
     results = func(local_of(tensor), *positional, **kwargs)
@@ -250,8 +258,11 @@ def norm(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> to
     named, tensor = named_arguments(func, args, kwargs), cast(DTensor, args[0])
     order = named.get("ord", named.get("p"))
     order = 2.0 if order is None else float(cast(float, order))
-    dims, keepdim = _dims(named), bool(named.get("keepdim"))
+    dims, keepdim = _dims(func, named, tensor), bool(named.get("keepdim"))
     dtype = cast(torch.dtype | None, named.get("dtype"))
+    _check_floating(func, tensor)
+    if math.isinf(order):
+        _check_some(func, tensor, dims)
     if _is_power(order) and len(dims) in (0, tensor.ndim) and not keepdim:
         return _pending_norm(
             torch.linalg.vector_norm(local_of(tensor), order, dtype=dtype), spec_of(tensor), order
@@ -321,10 +332,25 @@ def unscale(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) ->
             found_inf.copy_(_torch.all_reduce(found_inf, "max", mesh, axis))
 
 
-def _dims(named: dict[str, object]) -> list[int]:
-    """The dims an operator reduces; none means all."""
+def _dims(func: OpOverload, named: dict[str, object], tensor: torch.Tensor) -> list[int]:
+    """The dims an operator reduces, counted from the front; none means all."""
     dim = named.get("dim")
-    return [] if dim is None else [dim] if isinstance(dim, int) else list(cast(Sequence[int], dim))
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else cast(Sequence[int], dim)
+    dims = dims_from_front(func, dims, tensor.ndim)
+    return dims if tensor.ndim else []
+
+
+def _check_floating(func: OpOverload, tensor: torch.Tensor) -> None:
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        raise RuntimeError(f"{func}: expected a floating-point or complex tensor, got {tensor.dtype}.")
+
+
+def _check_some(func: OpOverload, tensor: DTensor, dims: Sequence[int]) -> None:
+    """Refuse the extreme of no elements, which torch has no value for either."""
+    if not _count(tensor, dims):
+        where = f"along dims {list(dims)} of" if dims else "in"
+        error = IndexError if dims else RuntimeError
+        raise error(f"{func}: expected elements {where} a tensor of shape {tuple(tensor.shape)}, got none.")
 
 
 def _accumulator(tensor: DTensor, dtype: torch.dtype | None) -> tuple[DTensor, torch.dtype | None]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardkit._torch import DTensorSpec, OpOverload, local_of, meta_of, new_dtensor, spec_of
 from shardkit.boxes import sharded_shape
 from shardkit.placement import RaggedShard
-from shardkit.ragged_ops import Args, Kwargs, base_name, named_arguments, refuse, rule, wrap
+from shardkit.ragged_ops import Args, Kwargs, base_name, dims_from_front, named_arguments, refuse, rule, wrap
 from shardkit.specs import coordinate_of, layout_of, ragged_of, spec_with
 
 DRAW_NUMEL = 1 << 18  # elements drawn from one seed; a shard draws at most two such blocks more than it keeps
@@ -44,7 +44,7 @@ def same_elements(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwar
 def whole_rows(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Ranges of the first dim."""
     tensor, named = cast(DTensor, args[0]), named_arguments(func, args, kwargs)
-    dim = cast(int, named["dim"]) % max(1, tensor.ndim)
+    (dim,) = dims_from_front(func, [cast(int, named["dim"])], tensor.ndim)
     num_rows, row_shape = tensor.shape[dim], tuple(tensor.shape[1:])
     row_numel, kind = math.prod(row_shape), base_name(func)
     if kind == "slice":

@@ -208,6 +208,66 @@ def test_every_operator_answers_as_the_full_tensor_or_refuses_by_name(world_size
     run_ranks(_walk_all, world_size)
 
 
+# calls that torch refuses too, with its type of error: on a full tensor and, by name, on a ragged one
+REFUSED: dict[str, tuple[type[Exception], Op]] = {
+    "sum past the last dim": (IndexError, lambda a, none: a.sum(2)),
+    "sum before the first dim": (IndexError, lambda a, none: a.sum(-3)),
+    "sum along a dim twice": (RuntimeError, lambda a, none: a.sum((0, -2))),
+    "mean past the last dim": (IndexError, lambda a, none: a.mean((0, 5))),
+    "norm along a dim twice": (RuntimeError, lambda a, none: torch.linalg.vector_norm(a, 2, (1, 1))),
+    "var past the last dim": (IndexError, lambda a, none: a.var(3)),
+    "max past the last dim": (IndexError, lambda a, none: a.max(2)),
+    "select past the last dim": (IndexError, lambda a, none: a.select(2, 0)),
+    "unbind past the last dim": (IndexError, lambda a, none: a.unbind(2)),
+    "split past the last dim": (IndexError, lambda a, none: a.split(1, 2)),
+    "mean of integers": (RuntimeError, lambda a, none: a.int().mean()),
+    "std of integers": (RuntimeError, lambda a, none: a.int().std(0)),
+    "norm of integers": (RuntimeError, lambda a, none: torch.linalg.vector_norm(a.int())),
+    "largest of none": (RuntimeError, lambda a, none: none.max()),
+    "smallest of none": (RuntimeError, lambda a, none: none.amin()),
+    "largest of none along a dim": (IndexError, lambda a, none: none.amax(0)),
+    "infinity norm of none": (RuntimeError, lambda a, none: torch.linalg.vector_norm(none, math.inf)),
+}
+
+
+def _refused(rank: int, world_size: int) -> None:
+    for case in CASES[world_size]:
+        if case.shape != (5, 3):
+            continue
+        mesh = mesh_of(case)
+        plain = values(case.shape), values((0, 3))
+        nothing = [p if isinstance(p, Replicate) else RaggedShard((0,), (0,) * world_size) for p in case[2]]
+        ragged = [distribute_tensor(t, mesh, p) for t, p in zip(plain, (case[2], nothing), strict=True)]
+        for what, (error, call) in REFUSED.items():
+            with pytest.raises(error):
+                call(*plain)
+            with pytest.raises(error, match=r"^aten\.\w+.*expected"):
+                pytest.fail(f"{what} at {case}: {call(*ragged)}")
+        assert_same(full(ragged[1].amax(1)), plain[1].amax(1), "of the rows that there are not")
+        with pytest.raises(NotImplementedError, match=r"aten\.clone\.default: a RaggedTensor is contiguous"):
+            ragged[0].view(1, 5, 1, 3).clone(memory_format=torch.channels_last)
+
+
+def test_what_torch_refuses_is_refused_by_name():
+    run_ranks(_refused, 3)
+
+
+def _of_no_dims(rank: int, world_size: int) -> None:
+    mesh = mesh_of(CASES[3][0])
+    one, other = (distribute_tensor(values((), seed), mesh, [RaggedShard((), (0, 1, 0))]) for seed in (1, 2))
+    value = torch.tensor(2.5, dtype=torch.float32)
+    for filled in (
+        one.clone().fill_(value),
+        one.masked_fill(other != 0, value),
+        one.clone().fill_(DTensor.from_local(value, mesh, [Replicate()])),
+    ):
+        assert_same(full(filled), torch.tensor(2.5, dtype=torch.float64), "filled")
+
+
+def test_a_tensor_of_no_dims_is_filled_with_another():
+    run_ranks(_of_no_dims, 3)
+
+
 def _of_no_elements(rank: int, world_size: int) -> None:
     mesh = mesh_of(CASES[3][0])
     none = distribute_tensor(torch.empty(3, 0), mesh, [RaggedShard((0, 1), (0, 0, 0))])

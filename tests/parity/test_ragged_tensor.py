@@ -158,6 +158,19 @@ def test_copies_and_files_keep_values_layout_and_type():
     run_ranks(_copies, 3)
 
 
+def _in_inference_mode(rank: int, world_size: int) -> None:
+    ragged = _ragged()
+    with torch.inference_mode():
+        data = ragged.data
+        assert data.to_local().data_ptr() == ragged.to_local().data_ptr()
+        average = data * 2
+    assert torch.equal(average.full_tensor(), ragged.full_tensor() * 2)
+
+
+def test_data_can_be_read_in_inference_mode():
+    run_ranks(_in_inference_mode, 3)
+
+
 def _surgery(rank: int, world_size: int) -> None:
     """What frameworks do to modules: to, to_empty, load_state_dict (also assign), swap_tensors, zero_grad."""
     tensor = _ragged()
