@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -369,8 +369,23 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def without_dynamo(fn: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of `fn`; unlike `torch.compiler.disable`, import it at the first call."""
-    return _disable_dynamo(fn)
+    """Keep torch.compile out of `fn`; unlike `torch.compiler.disable`, import it where it is used.
+
+    Where nothing is being compiled there is nothing to keep out, and torch's wrapper is not entered.
+    """
+    disabled = _disable_dynamo(fn)
+
+    @wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # traced, the first is True; in a compiled program that runs, dynamo waits for the next frame
+        if torch.compiler.is_dynamo_compiling() or _frame_callback() is not None:
+            return disabled(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call
+
+
+_frame_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def run_grad_hooks(param: Tensor, grad: DTensor) -> DTensor:
