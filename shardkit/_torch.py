@@ -360,6 +360,11 @@ def outside_transforms() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch() if is_transformed() else _NOTHING
 
 
+def without_torch_function() -> AbstractContextManager[object]:
+    """For attributes of many DTensors: torch asks each time whether they override it, and none does."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 _NOTHING = nullcontext()
 
 

@@ -14,6 +14,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from shardkit._torch import without_torch_function
 from shardkit.collectives import Route
 from shardkit.errors import GatheredParamError
 from shardkit.gather import RowGather
@@ -48,7 +49,7 @@ class Bucket:
         self._ready: torch.Event | None = None  # where gathers run ahead
         self._num_replaced = 0
         self._seen = self._gathering = (-1, -1)  # the values that were gathered, and are being gathered
-        self._versions: list[int] = []  # of the gathered parameters, when they were registered
+        self._versions: list[int] = []  # of the gathered parameters, when these values were registered
         self._wants_grad: list[bool] = []
         self._written = self._tensors_at_rest()
         self._at_rest = _entries(self.params, [param.sharded for param in self.params])
@@ -106,12 +107,13 @@ class Bucket:
             torch.autograd.graph.increment_version(
                 tensors
             )  # what older graphs saved is gone; let them say so
-        wants_grad = list(map(_shard_wants_grad, self.params))
+            self._versions = list(map(_version_of, tensors))
+        with without_torch_function():
+            wants_grad = list(map(_shard_wants_grad, self.params))
         if self._wants_grad != wants_grad:
             self._wants_grad = wants_grad
             for index, param in enumerate(self.params):
                 param.follow_requires_grad(partial(hook_for, self, index))
-        self._versions = list(map(_version_of, tensors))
         if self._gathered_of is not tensors:
             self._gathered, self._gathered_of = _entries(self.params, tensors), tensors
         _register(self._gathered)
@@ -172,7 +174,8 @@ class Bucket:
 
     def _values(self) -> tuple[int, int]:
         """What differs when the shards have been written to or replaced."""
-        return self._num_replaced, sum(map(_version_of, self._written))
+        with without_torch_function():
+            return self._num_replaced, sum(map(_version_of, self._written))
 
 
 def _entries(params: Sequence[ShardedParam], held: Sequence[nn.Parameter]) -> Entries:

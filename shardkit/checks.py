@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import inner_tensors
+from shardkit._torch import inner_tensors, without_torch_function
 from shardkit.agreement import check_agreement, groups_of, groups_with_peers
 from shardkit.bucket import Bucket
 from shardkit.collectives import all_reduce_now
@@ -163,8 +163,10 @@ def _check_answer(tree: Tree) -> None:
 
 def _trained(tree: Tree) -> tuple[bool, ...]:
     """Of every parameter, in the form that the modules hold, whether it requires a gradient."""
-    held = [param.registered for unit in tree.units for param in unit.params]
-    return tuple([param is not None and param.requires_grad for param in held])
+    places = [param.places[0] for unit in tree.units for param in unit.params]
+    with without_torch_function():
+        held = [of_module.get(name) for of_module, name in places]
+        return tuple([param is not None and param.requires_grad for param in held])
 
 
 def _groups(tree: Tree) -> list[dist.ProcessGroup]:
