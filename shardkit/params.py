@@ -7,6 +7,7 @@ moved or sent.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -179,6 +180,13 @@ def _check_param(name: str, param: nn.Parameter, manager: str | None) -> None:
         raise NotImplementedError(
             f"param {name!r}: shape {tuple(param.shape)} with strides {local.stride()} is not contiguous. "
             "Call .contiguous() on it before fully_shard (channels_last weights may be converted in forward)."
+        )
+    if param.grad_dtype not in (None, param.dtype):
+        warnings.warn(
+            f"param {name!r}: its grad_dtype {param.grad_dtype} does not survive fully_shard, as with "
+            f"torch's. Gradients are reduced in the policy's reduce_dtype, and .grad has the parameter's dtype, "
+            f"{param.dtype}. Set MixedPrecisionPolicy(reduce_dtype=..), or cast the parameter.",
+            stacklevel=2,
         )
 
 

@@ -458,3 +458,17 @@ def test_loading_plain_tensors_gives_their_values_or_says_why_not() -> None:
         model(normal_batch(rank, 2, 5)).mean().backward()
 
     run_ranks(check, 2)
+
+
+def _grad_dtypes(rank: int, world_size: int) -> None:
+    model = MLP(5, 3)
+    name, param = next(iter(model.named_parameters()))
+    param.grad_dtype = torch.bfloat16
+    with pytest.warns(UserWarning, match=f"param '{name}': its grad_dtype torch.bfloat16 does not survive"):
+        fully_shard(model)
+    model(normal_batch(rank, 2, 5)).sum().backward()
+    assert all(param.grad is not None and param.grad.dtype == param.dtype for param in model.parameters())
+
+
+def test_a_grad_dtype_that_sharding_drops_is_named_in_a_warning():
+    run_ranks(_grad_dtypes, 2)
