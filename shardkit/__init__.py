@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardkit._torch import (
     AllGather,
-    DataParallelMeshDims,
     FSDPMeshInfo,
     HSDPMeshInfo,
     ReduceScatter,
@@ -20,7 +19,7 @@ from shardkit._torch import (
 from shardkit.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardkit.clip import clip_grad_norm_
 from shardkit.init import allocate_, broadcast_replicas_, materialize_
-from shardkit.mesh import build_mesh
+from shardkit.mesh import DataParallelMeshDims, build_mesh
 from shardkit.module import FSDPModule, UnshardHandle
 from shardkit.placement import Blocks, RaggedShard
 from shardkit.ragged import RaggedTensor, distribute_tensor, redistribute

@@ -65,35 +65,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 try:
-    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
-except ImportError:  # torch 2.11 has none
-
-    @dataclasses.dataclass(frozen=True)
-    class DataParallelMeshDims:  # type: ignore[no-redef]
-        """The names of the mesh axes that shard and that replicate, as torch's own class from 2.12 on."""
-
-        shard: str | tuple[str, ...] | None = None
-        replicate: str | tuple[str, ...] | None = None
-
-        def __post_init__(self) -> None:
-            if self.shard is None and self.replicate is None:
-                raise ValueError(
-                    "DataParallelMeshDims: neither shard nor replicate is given. Name an axis for one."
-                )
-
-        @property
-        def shard_names(self) -> tuple[str, ...]:
-            return _as_names(self.shard)
-
-        @property
-        def replicate_names(self) -> tuple[str, ...]:
-            return _as_names(self.replicate)
-
-    def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        return () if names is None else (names,) if isinstance(names, str) else tuple(names)
-
-
-try:
     from torch._library.effects import EffectType
 except ImportError:  # older ones may not have it: there inductor may reorder what is independent
     EffectType = None  # type: ignore[assignment, misc]

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit._torch import DataParallelMeshDims
 from shardkit.assemble import UnitPolicy
 from shardkit.extension import refuse_pieces
 from shardkit.hooks import install_hooks, leave_forward, post_forward, pre_forward
 from shardkit.interop import UnitState, attach_unit, unit_of
-from shardkit.mesh import DataAxes, data_axes, default_mesh, device_of, shard_subgroup
+from shardkit.mesh import DataAxes, DataParallelMeshDims, data_axes, default_mesh, device_of, shard_subgroup
 from shardkit.module import FSDPModule, become_fsdp_module
 from shardkit.params import PlacementFn, check_one_device, collect_params, modules_of_unit, move_to_device
 from shardkit.shard_random import serve_cpu_shards

@@ -137,14 +137,15 @@ def reduce_scatter(
 
     Args:
         output: (row_numel,).
-        rows: (num_ranks, row_numel), contiguous; lost.
+        rows: (num_ranks * row_numel,), contiguous; lost.
         op: the sum, or the mean where the route can average.
     """
     if _active:
         _count("reduce_scatter", (route.group.size() - 1) * output.nbytes)
     if _is_pairwise(route):
-        return _pairwise_reduce_scatter([output], [[row] for row in rows], route, label)
-    reduce_scatter_single(output, rows.view(-1), op, route.group)
+        of_ranks = rows.view(route.group.size(), -1)
+        return _pairwise_reduce_scatter([output], [[row] for row in of_ranks], route, label)
+    reduce_scatter_single(output, rows, op, route.group)
     return Pending([], "reduce_scatter", label, route)
 
 

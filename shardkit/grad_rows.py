@@ -1,7 +1,8 @@
 """GradRows: the buffer in which gradients lie row by row, one row a rank, for a reduce-scatter to consume.
 
 Level 10 of the data flow: holds. Every gradient is written once, with the cast to the reduce dtype. Behind
-each row is a tail of flags, which say what was used.
+each row is a tail of flags, which say what was used. (Written twice are only the gradients of tiny units in
+ragged layouts, where that takes less time: see `join.py`.)
 
     row of rank r   | its part of every parameter that travels in rows | used: 1 1 0 | unused: 0 0 1 |
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardkit._torch import ReduceScatter
 from shardkit.buffer import FlatBuffer
+from shardkit.join import join_of
 from shardkit.layout import BucketSpec, Layout, Segment
 from shardkit.sharded_param import ShardedParam
 
@@ -28,7 +30,10 @@ class GradRows:
         self._rows = torch.empty(0)  # (num_ranks * row_numel,), which what follows are views of
         self._places: dict[int, list[Tensor]] = {}  # of each parameter in the rows, a tensor a segment
         self._gaps: list[Tensor] = []
-        self._tails = torch.empty(0)  # (num_ranks, tail_numel)
+        self._join = join_of(layout, tuple(params), spec) if _are_plain(params) else None
+        self._body_numel = self._join.size[1] if self._join else layout.row_numel - layout.tail_numel
+        self._bodies = self._tails = torch.empty(0)  # (num_ranks, numel), what lies before and behind there
+        self._has_gaps = True  # that are still to be zeroed
         self._segments = dict(zip(params, [slot.segments for slot in layout.slots], strict=True))
         self._whole = {  # as what a gradient fills its place, all of it in order
             index: segments[0].size
@@ -36,8 +41,13 @@ class GradRows:
             if params[index].sharding.unsharded is None and _is_whole(segments)
         }
 
+    @property
+    def tail_numel(self) -> int:
+        """Elements of a row behind the gradients: the flags, at its end, and maybe padding before them."""
+        return self._layout.row_numel - self._body_numel
+
     def allocate(self, comm: ReduceScatter | None) -> Tensor:
-        """Bring the bytes, of which only the gaps are written yet."""
+        """Bring the bytes, with nothing written yet."""
         layout, spec = self._layout, self._spec
         if comm is not None:
             rows = comm.allocate((layout.numel,), dtype=spec.reduce_dtype, device=spec.device)
@@ -53,11 +63,22 @@ class GradRows:
             self._rows, self._places = rows, {}
             strides = (layout.row_numel, 1)
             self._gaps = [rows.as_strided((g.num_rows, g.numel), strides, g.offset) for g in layout.gaps]
-            tail = (layout.num_ranks, layout.tail_numel)
-            self._tails = rows.as_strided(tail, strides, layout.row_numel - layout.tail_numel)
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+            self._bodies, self._tails = rows.view(layout.num_ranks, -1).tensor_split((self._body_numel,), 1)
+        self._has_gaps = True
         return rows
+
+    def join(self, grads: dict[int, Tensor]) -> Tensor | None:
+        """All gradients as `write_joined` takes them, with `grads` empty now; None where it does not join."""
+        if self._join is None or not self._join.takes(grads):
+            return None
+        joined = self._join.join(grads)
+        grads.clear()
+        return joined
+
+    def write_joined(self, joined: Tensor) -> None:
+        """Write what `join` gave, the gaps between the gradients included."""
+        self._bodies.copy_(joined)
+        self._has_gaps = False
 
     def write(self, grads: Mapping[int, Tensor], used: Collection[int]) -> None:
         """Write gradients (index of the parameter -> its unsharded gradient), or add where `used`."""
@@ -78,9 +99,12 @@ class GradRows:
             torch._foreach_add_(*more)
 
     def finish(self, unused: Sequence[int], flags: Tensor) -> None:
-        """Write zeros for parameters that had no gradient, and the flags (tail_numel,)."""
-        if unused:
-            torch._foreach_zero_([place for index in unused for place in self._places_of(index)])
+        """Write zeros for parameters that had no gradient and into gaps, and the flags (tail_numel,)."""
+        empty = [place for index in unused for place in self._places_of(index)]
+        if self._has_gaps:
+            empty += self._gaps
+        if empty:
+            torch._foreach_zero_(empty)
         self._tails.copy_(flags)
 
     def free(self) -> None:
@@ -88,7 +112,7 @@ class GradRows:
         if self._buffer is not None and self._rows is self._buffer.flat:
             self._buffer.free()
         else:  # not ours: what is cached must not keep them alive
-            self._rows = self._tails = torch.empty(0)
+            self._rows = self._bodies = self._tails = torch.empty(0)
             self._places, self._gaps = {}, []
 
     def _places_of(self, index: int) -> list[Tensor]:
@@ -117,6 +141,11 @@ def contiguous_grad(param: ShardedParam, grad: Tensor) -> Tensor:
     if local.is_contiguous():  # as a sparse one is not
         return local
     return (local.to_dense() if local.is_sparse else local).contiguous()
+
+
+def _are_plain(params: Mapping[int, ShardedParam]) -> bool:
+    """Whether autograd gives what data parallelism reduces."""
+    return all(param.sharding.unsharded is None for param in params.values())
 
 
 def _is_whole(segments: Sequence[Segment]) -> bool:

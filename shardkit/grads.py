@@ -13,8 +13,8 @@ a sum of ones in bfloat16 stops at 256, but a positive sum stays positive.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -26,8 +26,6 @@ from shardkit.grad_rows import GradRows, contiguous_grad
 from shardkit.layout import BucketSpec, ReduceLayout, can_be_direct, reduce_layout
 from shardkit.schedule import grads_to_sweep
 from shardkit.sharded_param import ShardedParam
-
-_wants_grad = attrgetter("sharded.requires_grad")
 
 
 class Taken(NamedTuple):
@@ -57,7 +55,7 @@ class GradBuffer:
         self._grad_rows: GradRows | None = None  # of the others
         self._rows: Tensor | None = None  # while gradients are added
         self._used: set[int] = set()
-        self._all_used = torch.empty(0)  # (tail_numel,), the flags that say so
+        self._all_used = torch.empty(0)  # the flags that say so, and the padding before them
         self._received = _Received([], [])
 
     @property
@@ -83,16 +81,28 @@ class GradBuffer:
             grad_rows.write(grads, self._used)
         self._used.update(grads)
 
-    def sweep(self) -> None:
-        """Take every `.grad` of a gathered parameter, whoever put it there: pipelining sets them by hand."""
-        grads = {}
+    def sweep(self, make_room: Callable[[], None]) -> None:
+        """Take every `.grad` of a gathered parameter, whoever put it there: pipelining sets them by hand.
+
+        Args:
+            make_room: called before there are rows, as those of another reduction may be under way.
+        """
+        grads: dict[int, Tensor] = {}
         for index, param in enumerate(self.params):
             unsharded = param.unsharded
             if unsharded is not None and (grad := unsharded.grad) is not None:
                 unsharded.grad = None
                 grads[index] = grad
-        if grads:
-            self.add(grads)
+        if not grads:
+            return
+        if self._rows is None:
+            make_room()
+            grad_rows, used = self._lay_out(), set(grads)
+            if (joined := grad_rows.join(grads)) is not None:  # before there are rows
+                self._rows, self._used = grad_rows.allocate(self.comm), used
+                grad_rows.write_joined(joined)
+                return
+        self.add(grads)
 
     def take(self) -> Taken:
         """The gradients, with zeros for unused parameters, and flags; now it is empty."""
@@ -102,16 +112,16 @@ class GradBuffer:
         self._rows, self._kept, self._used = None, {}, set()
         used_all = len(used) == len(self.trainable)
         unused = [] if used_all else [index for index in self.trainable if index not in used]
-        flags = _flags(self.trainable, unused, self.spec) if unused else self._all_used
+        flags = _flags(self.trainable, unused, grad_rows.tail_numel, self.spec) if unused else self._all_used
         grad_rows.finish([index for index in unused if index not in self._direct], flags)
         for index in self._direct.intersection(unused):
             kept[index] = rows.new_zeros(self.spec.layout.slots[index].numel)
         return Taken(rows, [kept[index] for index in self.trainable if index in self._direct], used_all)
 
-    def split_row(self, row: Tensor) -> list[Tensor]:
-        """This rank's part of every trainable parameter's gradient: views of what it received."""
+    def split_row(self, row: Tensor) -> tuple[list[Tensor], Tensor]:
+        """This rank's part of every trainable parameter's gradient, and the flags: views of what it got."""
         views = split_flat(row, self._received.pieces)
-        return [views[piece] for piece in self._received.piece_of]
+        return [views[piece] for piece in self._received.piece_of], views[-1]
 
     def free(self) -> None:
         """Give up what was taken: the reduction has consumed it, or it lives on as gradients."""
@@ -140,24 +150,26 @@ class GradBuffer:
     def _prepare(self) -> GradRows:
         """The rows, allocated."""
         if self._rows is None or self._grad_rows is None:
-            trainable = tuple([index for index, wants in enumerate(map(_wants_grad, self.params)) if wants])
-            direct = self.direct_of(trainable)
-            if self._grad_rows is None or trainable != self.trainable or direct != self._direct:
-                if self.partial is not None:
-                    switched = sorted(set(trainable) ^ set(self.trainable))
-                    _refuse_switch([self.params[index].name for index in switched])
-                self._grad_rows = self._lay_out(trainable, direct)
-            self._rows = self._grad_rows.allocate(self.comm)
+            self._rows = self._lay_out().allocate(self.comm)
+        assert self._grad_rows is not None
         return self._grad_rows
 
-    def _lay_out(self, trainable: tuple[int, ...], direct: frozenset[int]) -> GradRows:
-        """Prepare for the gradients of these parameters."""
+    def _lay_out(self) -> GradRows:
+        """The rows for what trains now: what autograd goes by, once there is a gathered form."""
+        forms = [param.sharded if param.unsharded is None else param.unsharded for param in self.params]
+        trainable = tuple([index for index, form in enumerate(forms) if form.requires_grad])
+        direct = self.direct_of(trainable)
+        if self._grad_rows is not None and trainable == self.trainable and direct == self._direct:
+            return self._grad_rows
+        if self.partial is not None:
+            _refuse_switch([self.params[index].name for index in sorted({*trainable} ^ {*self.trainable})])
         self.trainable, self._direct = trainable, direct
         self.layout = reduce_layout(self.spec.layout, trainable, direct)
         self._received = _pieces_received(self.layout)
-        self._all_used = _flags(trainable, (), self.spec)
         in_rows = {index: self.params[index] for index in trainable if index not in direct}
-        return GradRows(in_rows, self.layout.rows, self.spec)
+        self._grad_rows = GradRows(in_rows, self.layout.rows, self.spec)
+        self._all_used = _flags(trainable, (), self._grad_rows.tail_numel, self.spec)
+        return self._grad_rows
 
     def _keep(self, index: int, grad: Tensor) -> None:
         """Hold a gradient as it is, or add it to that of an earlier micro-batch."""
@@ -171,10 +183,19 @@ class GradBuffer:
             self._kept[index] = local.to(self.spec.reduce_dtype)
 
 
-def _flags(trainable: Sequence[int], unused: Sequence[int], spec: BucketSpec) -> Tensor:
-    """(2 * num_trainable,): ones for what was used, then ones for what was not."""
+def without_grad() -> AbstractContextManager[object]:
+    """As torch.no_grad, and nothing where gradients are off: so they are in most backwards."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+def _flags(trainable: Sequence[int], unused: Sequence[int], numel: int, spec: BucketSpec) -> Tensor:
+    """(numel,): ones for what was used, then ones for what was not, behind padding."""
     used = [float(index not in unused) for index in trainable]
-    flags = torch.tensor(used + [1.0 - flag for flag in used], dtype=spec.reduce_dtype)
+    padding = [0.0] * (numel - 2 * len(used))
+    flags = torch.tensor([*padding, *used, *(1.0 - flag for flag in used)], dtype=spec.reduce_dtype)
     return flags.to(spec.device, non_blocking=True)  # else the host would wait for the stream
 
 
@@ -202,7 +223,7 @@ class _Received(NamedTuple):
 
 
 def _pieces_received(layout: ReduceLayout) -> _Received:
-    """The parameters' parts, and the padding between them, in order."""
+    """The parameters' parts, the padding between them, and the flags, in order."""
     pieces: list[Tensor] = []
     piece_of = [0] * len(layout.places)
     end = 0
@@ -215,4 +236,7 @@ def _pieces_received(layout: ReduceLayout) -> _Received:
         piece_of[position] = len(pieces)
         pieces.append(torch.empty(shape, device="meta"))
         end = start + numel
+    flags_offset = layout.row_numel - layout.tail_numel
+    pieces.append(torch.empty(flags_offset - end, device="meta"))
+    pieces.append(torch.empty(layout.tail_numel, device="meta"))
     return _Received(pieces, piece_of)

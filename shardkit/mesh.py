@@ -22,12 +22,40 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
 from shardkit._torch import (
-    DataParallelMeshDims,
     DataParallelMeshInfo,
     concatenate_meshes,
     flatten_mesh,
     roles_of_mesh_info,
 )
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
+except ImportError:  # torch 2.11 has none
+
+    @dataclass(frozen=True)
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """The names of the mesh axes that shard and that replicate, as torch's own class from 2.12 on."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError(
+                    "DataParallelMeshDims: neither shard nor replicate is given. Name an axis for one."
+                )
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            return _as_names(self.shard)
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            return _as_names(self.replicate)
+
+    def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import has_grad_hooks, local_of, run_grad_hooks, run_post_accumulate_hooks
+from shardkit._torch import (
+    has_grad_hooks,
+    local_of,
+    run_grad_hooks,
+    run_post_accumulate_hooks,
+    without_torch_function,
+)
 from shardkit.bucket import Bucket
 from shardkit.buffer import empty_flat
 from shardkit.collectives import Pending, all_reduce, reduce_scatter, reduce_scatter_parts
 from shardkit.errors import UnevenUseError
-from shardkit.grads import Taken
+from shardkit.grads import Taken, without_grad
 from shardkit.layout import ReduceLayout
 from shardkit.precision import Division, division
 from shardkit.sharded_param import ShardedParam
@@ -51,7 +58,7 @@ class Reduction:
         self.bucket, self.streams = bucket, streams
         self._options, self._replicas = options, bucket.replicate_route
         grads = bucket.grads
-        with torch.no_grad():
+        with without_grad():
             taken = grads.take()
         assert grads.layout is not None
         self._taken: Taken | None = taken
@@ -119,7 +126,6 @@ class Reduction:
             comm(output_tensor=row, input_tensor=rows, group=route.group, op=self._op, async_op=False)
             return row, None
         row = empty_flat(layout.row_numel, rows.dtype, rows.device)
-        rows = rows.view(layout.num_ranks, layout.row_numel)
         return row, reduce_scatter(row, rows, route, self.bucket.label, self._op)
 
     def _collect(self) -> None:
@@ -147,7 +153,11 @@ class Reduction:
                 self._options.hook(row[: self._layout.row_numel - self._layout.tail_numel])
             if self._division.after != 1:
                 row.div_(self._division.after)
-            self._assign(row, self._read_flags(row))
+            parts, flags = grads.split_row(row)
+            used = self._read_flags(flags)
+            if row.dtype != self.bucket.spec.dtype:
+                parts, _ = grads.split_row(row.to(self.bucket.spec.dtype))
+            self._assign(parts, used)
             self._event = streams.mark()
 
     def _add_partial(self, row: Tensor, partial: Tensor) -> None:
@@ -156,7 +166,7 @@ class Reduction:
         still_unused = torch.minimum(row[unused], partial[unused])
         row.add_(partial)[unused] = still_unused
 
-    def _read_flags(self, row: Tensor) -> list[bool]:
+    def _read_flags(self, flags: Tensor) -> list[bool]:
         """Which of the trainable parameters were used somewhere.
 
         Reading them waits for the device, so where this rank used all of them anyway it is put off.
@@ -164,7 +174,6 @@ class Reduction:
         num = len(self._trainable)
         if self._options.fill_unused:
             return [True] * num
-        flags = row.narrow(0, self._layout.row_numel - self._layout.tail_numel, 2 * num)
         flags = flags.real if flags.is_complex() else flags
         if self.streams.runs_ahead and self._used_all:
             flags = flags.to("cpu", non_blocking=True)
@@ -190,25 +199,27 @@ class Reduction:
                 "unused ones as zero, or use the same parameters on every rank."
             )
 
-    def _assign(self, row: Tensor, used: list[bool]) -> None:
+    def _assign(self, parts: list[Tensor], used: list[bool]) -> None:
         """Views of the row become, or are added to, the gradients of the sharded parameters."""
-        spec = self.bucket.spec
-        row = row.to(spec.dtype)
-        offloads = spec.shard_device != row.device
+        offloads = self.bucket.spec.shard_device != self.bucket.spec.device
         params = [self.bucket.params[index] for index in self._trainable]
+        with without_torch_function():
+            is_hooked = [has_grad_hooks(param.sharded) for param in params]
         hooked = []
-        for param, local, is_used in zip(params, self.bucket.grads.split_row(row), used, strict=True):
-            if not is_used:
-                continue
-            sharded = param.sharded
-            grad = param.sharding.wrap_sharded(self._offload(param, local) if offloads else local)
-            if has_grad_hooks(sharded):
-                grad = run_grad_hooks(sharded, grad)
-                hooked.append(param)
-            if sharded.grad is None:
-                sharded.grad = grad
-            else:
-                _accumulate(param, grad)
+        # a hook has to find torch as the user left it
+        with nullcontext() if any(is_hooked) else without_torch_function():
+            for param, local, is_used, runs_hooks in zip(params, parts, used, is_hooked, strict=True):
+                if not is_used:
+                    continue
+                sharded = param.sharded
+                grad = param.sharding.wrap_sharded(self._offload(param, local) if offloads else local)
+                if runs_hooks:
+                    grad = run_grad_hooks(sharded, grad)
+                    hooked.append(param)
+                if sharded.grad is None:
+                    sharded.grad = grad
+                else:
+                    _accumulate(param, grad)
         for param in hooked:
             run_post_accumulate_hooks(param.sharded)
 

@@ -74,11 +74,6 @@ class ShardedParam:
         return places.get(name)
 
     @property
-    def has_grad(self) -> bool:
-        """Whether its gathered form has a gradient that nothing has taken yet."""
-        return self.unsharded is not None and self.unsharded.grad is not None
-
-    @property
     def is_adopted(self) -> bool:
         """Whether the registered sharded parameter is ours, in our bytes, and extended as it was: users
         replace the first two and set functions on them.

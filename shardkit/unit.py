@@ -33,6 +33,7 @@ from shardkit.agreement import groups_of, largest_of_ranks
 from shardkit.assemble import UnitPolicy, check_devices, make_buckets, shard_params
 from shardkit.bucket import Bucket
 from shardkit.containers import KeptTensors
+from shardkit.grads import without_grad
 from shardkit.params import ParamSpec
 from shardkit.reduction import ReduceOptions, Reduction, ReductionQueue
 from shardkit.schedule import Boundary, ForwardOrder, Region, Step, Tape
@@ -71,6 +72,7 @@ class Unit:
             self.params = shard_params(specs)
             self.buckets = make_buckets(self.params, policy)
         self._held = Held(self.params)
+        self._hook_for = partial(_grad_hook, weakref.ref(self))
         self.attributes = [
             keys_or_values
             for _, module in self.managed
@@ -136,7 +138,7 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait for the gathers and register the gathered parameters."""
         for bucket in self.buckets:
-            bucket.finish_unshard(self.tree.streams, partial(_grad_hook, weakref.ref(self)))
+            bucket.finish_unshard(self.tree.streams, self._hook_for)
 
     def reshard(self) -> None:
         """Free the gathered parameters and register the shards."""
@@ -184,12 +186,10 @@ class Unit:
             keep: stay gathered whatever the setting says: backward has built a graph that needs it.
         """
         self.in_backward, self.is_settled = False, True
-        with torch.no_grad():
+        with without_grad():
             for bucket in self.buckets:
                 self.tree.reductions.finish_of(bucket)
-                if bucket.grads.is_empty and any(param.has_grad for param in bucket.params):
-                    self.tree.reductions.make_room()
-                bucket.grads.sweep()
+                bucket.grads.sweep(self.tree.reductions.make_room)
         if keep:
             watch_grads(self)
         if not self.settings.reshard_after_backward:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from shardkit._torch import DataParallelMeshDims
 from shardkit.api import fully_shard
 from shardkit.interop import unit_of
+from shardkit.mesh import DataParallelMeshDims
 from shardkit.params import PlacementFn
 
 M = TypeVar("M", bound=nn.Module)

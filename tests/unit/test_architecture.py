@@ -23,7 +23,7 @@ DATA_FLOW = """
     errors _torch containers shard_random
     placement boxes precision schedule mesh
     packing plan
-    layout buffer
+    layout join buffer
     streams collectives agreement
     specs exchange ragged_ops ragged_reduce ragged_views ragged
     extension params sharding sharded_param

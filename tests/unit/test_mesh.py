@@ -14,8 +14,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardkit._torch import DataParallelMeshDims
 from shardkit.mesh import (
+    DataParallelMeshDims,
     axes_of_mesh_info,
     build_mesh,
     data_axes,
