@@ -132,7 +132,7 @@ def pointwise(cls: type[DTensor], func: OpOverload, args: Args, kwargs: Kwargs) 
         else:
             local_args.append(arg)
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
-        refuse(func, "a RaggedTensor is contiguous. Leave memory_format out, or convert what is gathered.")
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # units in row-major order, always
     if spec is None or (kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values())):
         return _pointwise_aligned(cls, func, args, kwargs)
     result = func(*local_args, **kwargs)

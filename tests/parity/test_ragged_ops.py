@@ -244,12 +244,27 @@ def _refused(rank: int, world_size: int) -> None:
             with pytest.raises(error, match=r"^aten\.\w+.*expected"):
                 pytest.fail(f"{what} at {case}: {call(*ragged)}")
         assert_same(full(ragged[1].amax(1)), plain[1].amax(1), "of the rows that there are not")
-        with pytest.raises(NotImplementedError, match=r"aten\.clone\.default: a RaggedTensor is contiguous"):
-            ragged[0].view(1, 5, 1, 3).clone(memory_format=torch.channels_last)
 
 
 def test_what_torch_refuses_is_refused_by_name():
     run_ranks(_refused, 3)
+
+
+def _channels_last(rank: int, world_size: int) -> None:
+    mesh, whole = mesh_of(CASES[3][0]), values((4, 2, 2, 3))
+    for cut in (RaggedShard((0,), (1, 0, 3)), RaggedShard((0, 1), (3, 0, 5))):
+        ragged = distribute_tensor(whole, mesh, [cut])
+        for made in (
+            ragged.clone(memory_format=torch.channels_last),
+            ragged.to(memory_format=torch.channels_last),
+            torch.zeros_like(ragged, memory_format=torch.channels_last) + ragged,
+        ):
+            assert made.to_local().is_contiguous()
+            assert_same(full(made.view(-1)), whole.view(-1), f"{cut}")
+
+
+def test_a_tensor_in_channels_last_keeps_the_order_of_its_units():
+    run_ranks(_channels_last, 3)
 
 
 def _of_no_dims(rank: int, world_size: int) -> None:
