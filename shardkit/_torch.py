@@ -321,9 +321,7 @@ def pack_hooks() -> list[Callable[[Tensor], object]]:
     return [pack for pack, _ in reversed(pairs)]
 
 
-def is_transformed() -> bool:
-    """Whether torch.func transforms what is running."""
-    return torch._C._are_functorch_transforms_active()
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # by torch.func
 
 
 def outside_transforms() -> AbstractContextManager[object]:
@@ -331,9 +329,8 @@ def outside_transforms() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch() if is_transformed() else _NOTHING
 
 
-def without_torch_function() -> AbstractContextManager[object]:
-    """For attributes of many DTensors: torch asks each time whether they override it, and none does."""
-    return torch._C.DisableTorchFunctionSubclass()
+# For attributes of many DTensors: torch asks each time whether they override it, and none does.
+without_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 
 
 _NOTHING = nullcontext()
@@ -378,9 +375,15 @@ def run_post_accumulate_hooks(param: Tensor) -> None:
         hook(param)
 
 
+# Both dicts of hooks that the user hung on a parameter, or None: `any` of them says whether there are hooks.
+grad_hooks_of: Callable[[Tensor], tuple[object, object]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+
+
 def has_grad_hooks(param: Tensor) -> bool:
     """Whether the user hung any hook on the parameter."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+    return any(grad_hooks_of(param))
 
 
 # ---------------------------------------------------------------- c10d

@@ -60,7 +60,8 @@ class Bucket:
     def is_unsharded(self) -> bool:
         """Whether the modules hold the gathered parameters."""
         first = self.params[0]
-        return first.unsharded is not None and first.registered is first.unsharded
+        places, name = first.places[0]
+        return first.unsharded is not None and places.get(name) is first.unsharded
 
     def start_unshard(self, streams: Streams, *, in_backward: bool = False) -> None:
         """Start to gather, unless what is gathered, or on its way, is what the shards are now.
@@ -70,10 +71,10 @@ class Bucket:
         Args:
             in_backward: shards that are gathered, or on their way, cannot have changed since.
         """
-        if in_backward and (self.gather.is_pending or self.is_unsharded):
+        if in_backward and (self.gather.pending is not None or self.is_unsharded):
             return
         values = self._values()
-        if self.gather.is_pending:
+        if self.gather.pending is not None:
             if self._gathering == values:
                 return
             self.gather.drop()  # the shards were changed since it was started
@@ -81,8 +82,9 @@ class Bucket:
             self._follow_gathered()
             if self._seen == values:
                 return
-        is_retired = self.gather.unsharded is not None and streams.is_retired(self.gather.unsharded)
-        streams.reclaim(keep=0 if is_retired else 1)
+        if streams.runs_ahead:
+            is_retired = self.gather.unsharded is not None and streams.is_retired(self.gather.unsharded)
+            streams.reclaim(keep=0 if is_retired else 1)
         if self._seen != values:
             self.gather.drop_piece()
         self._gathering = values
@@ -94,7 +96,7 @@ class Bucket:
 
     def finish_unshard(self, streams: Streams, hook_for: Callable[[Bucket, int], GradHook | None]) -> None:
         """Wait for the gather and register the gathered parameters."""
-        if not self.gather.is_pending:
+        if self.gather.pending is None:
             return
         if streams.runs_ahead:
             streams.wait(self._ready)
@@ -118,17 +120,26 @@ class Bucket:
             self._gathered, self._gathered_of = _entries(self.params, tensors), tensors
         _register(self._gathered)
 
-    def reshard(self, streams: Streams) -> None:
+    def reshard(self, streams: Streams, keep_for: int = 0) -> None:
         """Register the sharded parameters and free the gathered ones; nothing where that is so already.
+
+        Args:
+            keep_for: ranks, neighbours, among which each keeps a piece of the rows to gather again.
 
         Raises:
             GatheredParamError: a gathered parameter was written to.
         """
-        self._reshard(lambda: self.gather.free(streams))
-
-    def reshard_to(self, streams: Streams, num_ranks: int) -> None:
-        """The same, but keep a piece of the rows, to gather again over `num_ranks` neighbours only."""
-        self._reshard(lambda: self.gather.keep_piece(streams, num_ranks))
+        if self.gather.pending is not None:
+            self.gather.drop()
+        if not self.is_unsharded:
+            return
+        self._follow_gathered()
+        _register(self._at_rest)
+        if keep_for:
+            self.gather.keep_piece(streams, keep_for)
+        else:
+            self.gather.free(streams)
+        self._check_not_written()
 
     def take_in(self, replaced: Sequence[ShardedParam]) -> None:
         """Accept parameters that the user replaced."""
@@ -136,15 +147,6 @@ class Bucket:
         self._num_replaced += 1
         self._written = self._tensors_at_rest()
         self._at_rest = _entries(self.params, [param.sharded for param in self.params])
-
-    def _reshard(self, free: Callable[[], None]) -> None:
-        self.gather.drop()
-        if not self.is_unsharded:
-            return
-        self._follow_gathered()
-        _register(self._at_rest)
-        free()
-        self._check_not_written()
 
     def _follow_gathered(self) -> None:
         """Let the shards require gradients as the gathered parameters, where the user toggled those."""

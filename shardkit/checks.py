@@ -128,9 +128,7 @@ def _compare_number(tree: Tree, number: int) -> None:
     groups = _groups(tree)
     if not groups:
         return
-    event = tree.streams.mark()
-    with tree.streams.on(tree.streams.all_reduce):
-        tree.streams.wait(event)  # the last answer, whose bytes these may be, has been read
+    with tree.streams.after(tree.streams.all_reduce):  # the last answer, whose bytes these may be, is read
         bounds = torch.full((2,), number, device=tree.root.policy.device)
         bounds[1].neg_()
         for group in groups:

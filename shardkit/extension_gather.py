@@ -94,7 +94,7 @@ class ExtensionGather(RowGather):
         for tensor, offset in zip(tensors, plan.offsets, strict=True):
             place = row[offset : offset + tensor.nbytes]
             place.copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
-        self._pending = gather_rows(rows, row, self.route, self.comm, label)
+        self.pending = gather_rows(rows, row, self.route, self.comm, label)
 
     def complete(self) -> None:
         """Wait for the rows, join them, and let the users' functions make the parameters."""

@@ -38,17 +38,12 @@ class RowGather:
         self.tensors: list[nn.Parameter] = []  # the gathered form of every parameter, once it is made
         self.unsharded: FlatBuffer | None = None
         self._rows: Tensor | None = None  # gathered, not yet copied out
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None  # a gather that has been started and not been completed
         self._piece: Tensor | None = None  # of the rows, kept after forward
         self._transit: FlatBuffer | None = None  # of the rows, where they are ours and not the parameters
         self._copied_from: Tensor | None = None  # the rows that these are views of, and of the parameters
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.take_in(self.params)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a gather has been started and not been completed."""
-        return self._pending is not None
 
     def take_in(self, new: Sequence[ShardedParam]) -> None:
         """Move the parts of parameters that are new, or that the user replaced, into the shard buffer."""
@@ -71,33 +66,34 @@ class RowGather:
             rows = self._transit.flat
         self._rows = rows
         if self._piece is not None and self.small_group is not None and route is not None:
-            self._pending = all_gather(rows, self._piece, replace(route, group=self.small_group), label)
+            self.pending = all_gather(rows, self._piece, replace(route, group=self.small_group), label)
             return
         row = self.shard.flat
         if layout.num_ranks == 1 or row.dtype != rows.dtype or row.device != rows.device:
             own = rows.narrow(0, layout.rank * layout.row_numel, layout.row_numel)
             row = own.copy_(row, non_blocking=True)
-        self._pending = gather_rows(rows, row, self.route, self.comm, label)
+        self.pending = gather_rows(rows, row, self.route, self.comm, label)
 
     def complete(self) -> None:
         """Wait for the rows and copy the parameters out of them."""
-        assert self._pending is not None
-        self._pending.wait()
+        assert self.pending is not None
+        self.pending.wait()
         if self._rows is not None:
             rows, self._rows = self._rows, None
-            self._copy_out(rows, self._allocate_unsharded())
+            if self.unsharded is None or rows is not self.unsharded.flat:
+                self._copy_out(rows, self._allocate_unsharded())
             if self._transit is not None:
                 self._transit.free()
 
     def finish(self) -> None:
         """The gathered parameters are there for whoever computes."""
-        self._pending = self._piece = None
+        self.pending = self._piece = None
 
     def drop(self) -> None:
         """Wait for a gather that nobody needs any more: its messages are under way on every rank."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = self._rows = None
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = self._rows = None
             for buffer in (self.unsharded, self._transit):
                 if buffer is not None:
                     buffer.free()
@@ -137,8 +133,6 @@ class RowGather:
 
     def _copy_out(self, rows: Tensor, unsharded: FlatBuffer) -> None:
         layout = self.spec.layout
-        if rows is unsharded.flat:
-            return
         if layout.in_place:  # but the user's collective has a buffer of its own
             unsharded.flat.copy_(rows)
             return

@@ -100,9 +100,9 @@ class GradRows:
 
     def finish(self, unused: Sequence[int], flags: Tensor) -> None:
         """Write zeros for parameters that had no gradient and into gaps, and the flags (tail_numel,)."""
-        empty = [place for index in unused for place in self._places_of(index)]
-        if self._has_gaps:
-            empty += self._gaps
+        empty = list(self._gaps) if self._has_gaps else []
+        for index in unused:
+            empty += self._places_of(index)
         if empty:
             torch._foreach_zero_(empty)
         self._tails.copy_(flags)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -26,6 +28,8 @@ from shardkit.grad_rows import GradRows, contiguous_grad
 from shardkit.layout import BucketSpec, ReduceLayout, can_be_direct, reduce_layout
 from shardkit.schedule import grads_to_sweep
 from shardkit.sharded_param import ShardedParam
+
+_wants_grad = attrgetter("requires_grad")
 
 
 class Taken(NamedTuple):
@@ -110,13 +114,15 @@ class GradBuffer:
         rows, kept, used = self._rows, self._kept, self._used
         assert rows is not None
         self._rows, self._kept, self._used = None, {}, set()
-        used_all = len(used) == len(self.trainable)
-        unused = [] if used_all else [index for index in self.trainable if index not in used]
-        flags = _flags(self.trainable, unused, grad_rows.tail_numel, self.spec) if unused else self._all_used
-        grad_rows.finish([index for index in unused if index not in self._direct], flags)
-        for index in self._direct.intersection(unused):
-            kept[index] = rows.new_zeros(self.spec.layout.slots[index].numel)
-        return Taken(rows, [kept[index] for index in self.trainable if index in self._direct], used_all)
+        if used_all := len(used) == len(self.trainable):
+            grad_rows.finish((), self._all_used)
+        else:
+            unused = [index for index in self.trainable if index not in used]
+            flags = _flags(self.trainable, unused, grad_rows.tail_numel, self.spec)
+            grad_rows.finish([index for index in unused if index not in self._direct], flags)
+            for index in self._direct.intersection(unused):
+                kept[index] = rows.new_zeros(self.spec.layout.slots[index].numel)
+        return Taken(rows, [kept[index] for index in sorted(self._direct)], used_all)
 
     def split_row(self, row: Tensor) -> tuple[list[Tensor], Tensor]:
         """This rank's part of every trainable parameter's gradient, and the flags: views of what it got."""
@@ -140,6 +146,8 @@ class GradBuffer:
         """
         if self.partial is not None:
             return self._direct  # it was received as these are
+        if not self._contiguous:
+            return self._contiguous
         spec, route = self.spec, self.route
         if route is None or self.comm is not None or spec.layout.num_ranks == 1 or not sends_parts(route):
             return frozenset()
@@ -156,8 +164,8 @@ class GradBuffer:
 
     def _lay_out(self) -> GradRows:
         """The rows for what trains now: what autograd goes by, once there is a gathered form."""
-        forms = [param.sharded if param.unsharded is None else param.unsharded for param in self.params]
-        trainable = tuple([index for index, form in enumerate(forms) if form.requires_grad])
+        forms = [param.unsharded if param.unsharded is not None else param.sharded for param in self.params]
+        trainable = tuple(compress(range(len(forms)), map(_wants_grad, forms)))
         direct = self.direct_of(trainable)
         if self._grad_rows is not None and trainable == self.trainable and direct == self._direct:
             return self._grad_rows

@@ -61,8 +61,8 @@ def join_of(layout: Layout, trainable: Sequence[int], spec: BucketSpec) -> Join 
             keys.append(~len(padding))
             padding[keys[-1]] = torch.zeros(start - end, dtype=spec.compute_dtype, device=spec.device)
 
-    for index in sorted(trainable, key=lambda index: layout.slots[index].unsharded_offset):
-        slot = layout.slots[index]
+    slots = [(layout.slots[index], index) for index in trainable]
+    for slot, index in sorted(slots, key=lambda pair: (pair[0].unsharded_offset, pair[0].numel)):
         pad_to(slot.unsharded_offset)
         keys.append(index)
         end = slot.unsharded_offset + slot.numel

@@ -235,26 +235,9 @@ class ReduceLayout:
     rows: Layout  # of what is not direct, in definition order; two flags for each, direct or not
     direct: dict[int, DirectParts]  # by the position among these parameters
     places: tuple[Place, ...]  # of each in what this rank receives
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that reduce."""
-        return self.rows.num_ranks
-
-    @property
-    def tail_numel(self) -> int:
-        """Flags, and where they are: at the end of what is received."""
-        return self.rows.tail_numel
-
-    @property
-    def row_numel(self) -> int:
-        """Elements that this rank receives."""
-        return self.row_offset + self.rows.row_numel
-
-    @property
-    def row_offset(self) -> int:
-        """Where its row begins in what it receives."""
-        return sum(_aligned(parts.numels[self.rows.rank]) for parts in self.direct.values())
+    row_offset: int  # where its row begins there
+    row_numel: int  # elements that it receives; the last `tail_numel` are the flags
+    tail_numel: int
 
     @property
     def direct_numel(self) -> int:
@@ -265,7 +248,7 @@ class ReduceLayout:
     def sent_numel(self) -> int:
         """Elements that this rank sends."""
         own = sum(parts.numels[self.rows.rank] for parts in self.direct.values())
-        return self.direct_numel - own + (self.num_ranks - 1) * self.rows.row_numel
+        return self.direct_numel - own + (self.rows.num_ranks - 1) * self.rows.row_numel
 
 
 def reduce_layout(layout: Layout, indices: Sequence[int], direct: Collection[int] = ()) -> ReduceLayout:
@@ -297,7 +280,8 @@ def reduce_layout(layout: Layout, indices: Sequence[int], direct: Collection[int
         else:
             slot = next(slots)
             places.append(Place(start_of_row + slot.shard_offset, slot.local_shape))
-    return ReduceLayout(rows, parts, tuple(places))
+    row_numel = start_of_row + rows.row_numel
+    return ReduceLayout(rows, parts, tuple(places), start_of_row, row_numel, tail_numel)
 
 
 def can_be_direct(layout: Layout, index: int) -> bool:

@@ -184,8 +184,8 @@ def _check_param(name: str, param: nn.Parameter, manager: str | None) -> None:
     if param.grad_dtype not in (None, param.dtype):
         warnings.warn(
             f"param {name!r}: its grad_dtype {param.grad_dtype} does not survive fully_shard, as with "
-            f"torch's. Gradients are reduced in the policy's reduce_dtype, and .grad has the parameter's "
-            f"dtype, {param.dtype}. Set MixedPrecisionPolicy(reduce_dtype=..), or cast the parameter.",
+            "torch's. Gradients are reduced in the policy's reduce_dtype and end in the parameter's own, "
+            f"{param.dtype}. Set MixedPrecisionPolicy(reduce_dtype=..), or cast the parameter.",
             stacklevel=2,
         )
 

@@ -11,6 +11,7 @@ late unfreeze never leaves a stale dtype behind.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ def reduce_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtyp
     return compute_dtype(dtype, policy)
 
 
+@cache
 def division(dtype: torch.dtype, num_ranks: int, factor: float | None, can_average: bool) -> Division:
     """How to divide a gradient that `num_ranks` ranks sum in `dtype`.
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import (
+    grad_hooks_of,
     has_grad_hooks,
     local_of,
+    new_dtensor,
     run_grad_hooks,
     run_post_accumulate_hooks,
     without_torch_function,
@@ -69,9 +72,7 @@ class Reduction:
         self._op = dist.ReduceOp.AVG if self._division.average else dist.ReduceOp.SUM
         self._event: torch.Event | None = None
         self._flags: tuple[torch.Event | None, Tensor] | None = None
-        event = streams.mark()
-        with streams.on(streams.reduce_scatter):
-            streams.wait(event)
+        with streams.after(streams.reduce_scatter):
             if self._division.before != 1:
                 taken.rows.div_(self._division.before)
             self._row: Tensor | None
@@ -115,7 +116,7 @@ class Reduction:
     def _reduce_scatter(self, taken: Taken) -> tuple[Tensor, Pending | None]:
         layout, grads, rows = self._layout, self.bucket.grads, taken.rows
         route, comm = grads.route, grads.comm
-        if route is None or layout.num_ranks == 1:
+        if route is None or layout.rows.num_ranks == 1:
             return rows, None
         if layout.direct:  # so it was when the first gradient came, whatever collective was set since
             row = empty_flat(layout.row_numel, rows.dtype, rows.device)
@@ -144,9 +145,7 @@ class Reduction:
         stream = streams.reduce_scatter if self._replicas is None else streams.all_reduce
         if self._options.hook is not None:
             stream = self._options.hook_stream or streams.all_reduce
-        event = streams.mark()
-        with streams.on(stream):
-            streams.wait(event)
+        with streams.after(stream):
             if self._replicas is not None and self.bucket.spec.axes.replicate_size > 1:
                 all_reduce(row, self._replicas, self.bucket.label, self._op).wait()
             if self._options.hook is not None:
@@ -204,7 +203,7 @@ class Reduction:
         offloads = self.bucket.spec.shard_device != self.bucket.spec.device
         params = [self.bucket.params[index] for index in self._trainable]
         with without_torch_function():
-            is_hooked = [has_grad_hooks(param.sharded) for param in params]
+            is_hooked = list(map(any, map(grad_hooks_of, [param.sharded for param in params])))
         hooked = []
         # a hook has to find torch as the user left it
         with nullcontext() if any(is_hooked) else without_torch_function():
@@ -212,7 +211,8 @@ class Reduction:
                 if not is_used:
                     continue
                 sharded = param.sharded
-                grad = param.sharding.wrap_sharded(self._offload(param, local) if offloads else local)
+                sharding, local = param.sharding, self._offload(param, local) if offloads else local
+                grad = new_dtensor(sharding.kind, local, sharding.sharded, requires_grad=False)
                 if runs_hooks:
                     grad = run_grad_hooks(sharded, grad)
                     hooked.append(param)
@@ -236,7 +236,7 @@ def _parts(layout: ReduceLayout, row: Tensor, taken: Taken) -> tuple[list[Tensor
     outputs = [row.narrow(0, at, of[layout.rows.rank]) for at, of in zip(offsets, numels, strict=True)]
     outputs.append(row[layout.row_offset :])
     direct = [grad.view(-1).split(of) for grad, of in zip(taken.direct, numels, strict=True)]
-    rows = taken.rows.view(layout.num_ranks, -1).unbind()
+    rows = taken.rows.view(layout.rows.num_ranks, -1).unbind()
     return outputs, [list(parts) for parts in zip(*direct, rows, strict=True)]
 
 
@@ -255,6 +255,9 @@ def _accumulate(param: ShardedParam, grad: DTensor) -> None:
         )
     with torch.no_grad():
         local_of(held).add_(local_of(grad))
+
+
+_bucket_of = attrgetter("bucket")
 
 
 class ReductionQueue:
@@ -277,12 +280,12 @@ class ReductionQueue:
 
     def make_room(self) -> None:
         """Finish the oldest until another one may start."""
-        while self.is_full:
+        while len(self._in_flight) >= self.limit:
             self._finish_oldest()
 
     def finish_of(self, bucket: Bucket) -> None:
         """Finish what is in flight of `bucket`, so that its gradients can gather anew."""
-        while any(reduction.bucket is bucket for reduction in self._in_flight):
+        while bucket in map(_bucket_of, self._in_flight):
             self._finish_oldest()
 
     def finish_all(self) -> None:

@@ -16,7 +16,8 @@ that the next gather overlaps with the computation that it marks: two units of m
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
@@ -40,6 +41,17 @@ class Streams:
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Run what is inside on `stream`."""
         return _NOTHING if self._module is None or stream is None else self._module.stream(stream)
+
+    def after(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """Run what is inside on `stream`, after all that the current stream was given."""
+        return _NOTHING if self._module is None else self._after(stream)
+
+    @contextmanager
+    def _after(self, stream: torch.Stream | None) -> Iterator[None]:
+        event = self.mark()
+        with self.on(stream):
+            self.wait(event)
+            yield
 
     def mark(self) -> torch.Event | None:
         """An event on the current stream."""

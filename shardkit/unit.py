@@ -162,10 +162,8 @@ class Unit:
             self.reshard()
             return
         for bucket in self.buckets:
-            if bucket.gather.small_group is None:
-                bucket.reshard(self.tree.streams)
-            else:
-                bucket.reshard_to(self.tree.streams, setting)
+            keep_for = 0 if bucket.gather.small_group is None else setting
+            bucket.reshard(self.tree.streams, keep_for)
 
     def open_rows(self) -> None:
         """Make room for gradients now, not at the first one, which comes on some ranks alone.

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 
 from shardkit.join import MAX_BYTES, Join, join_of
-from shardkit.layout import ALIGN, BucketSpec, Layout, ShardedShape, interleaved_layout
+from shardkit.layout import (
+    ALIGN,
+    BucketSpec,
+    Layout,
+    RaggedParam,
+    RaggedSource,
+    ShardedShape,
+    interleaved_layout,
+    ragged_layout,
+    reduce_layout,
+)
 from shardkit.mesh import DataAxes
+from shardkit.plan import TensorSpec, plan_buckets
 from tests.unit.test_layout import NOTHING, Laid, ragged, rows_of
 
 CPU = torch.device("cpu")
@@ -43,6 +56,18 @@ def test_joined_gradients_lie_where_their_segments_lie(case: Laid) -> None:
 def test_gradients_of_some_parameters_are_not_joined(case: Laid) -> None:
     indices = list(range(1, len(case.params)))
     assert joined_of(case.layouts[0], indices, case.reduced(indices).layouts[0]) is None
+
+
+def test_an_empty_parameter_may_share_its_start_with_another() -> None:
+    specs = [TensorSpec("one", 1), TensorSpec("empty", 0), TensorSpec("two", 2)]
+    (plan,) = plan_buckets(specs, 1, unit_numel=ALIGN, align_numel=ALIGN, max_buckets=1)
+    plan = replace(plan, starts={"one": 0, "empty": 0, "two": ALIGN})
+    source = RaggedSource(plan, tuple(RaggedParam(spec.name, (spec.numel,), (spec.numel,)) for spec in specs))
+    layout = ragged_layout(source, 0, range(3))
+    join = joined_of(layout, [0, 1, 2], reduce_layout(layout, [0, 1, 2]).rows)
+    assert join is not None
+    joined = join.join({0: torch.ones(1), 1: torch.ones(0), 2: torch.ones(2)})
+    assert joined.flatten().nonzero().flatten().tolist() == [0, ALIGN, ALIGN + 1]
 
 
 def test_interleaved_gradients_are_not_joined() -> None:
