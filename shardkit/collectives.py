@@ -122,7 +122,7 @@ def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending
     """
     if _active:
         _count("all_gather", (route.group.size() - 1) * row.nbytes)
-    if _is_pairwise(route):
+    if is_pairwise(route):
         with _naming_the_missing("all_gather", label, route):
             works = _exchange_rows(output, row, route)
         return Pending(works, "all_gather", label, route)
@@ -138,37 +138,42 @@ def reduce_scatter(
     Args:
         output: (row_numel,).
         rows: (num_ranks * row_numel,), contiguous; lost.
-        op: the sum, or the mean where the route can average.
+        op: the sum, or the mean where the route can average, or `is_pairwise`.
     """
     if _active:
         _count("reduce_scatter", (route.group.size() - 1) * output.nbytes)
-    if _is_pairwise(route):
+    if is_pairwise(route):
         of_ranks = rows.view(route.group.size(), -1)
-        return _pairwise_reduce_scatter([output], [[row] for row in of_ranks], route, label)
+        return _pairwise_reduce_scatter([output], [[row] for row in of_ranks], route, label, op)
     reduce_scatter_single(output, rows, op, route.group)
     return Pending([], "reduce_scatter", label, route)
 
 
-def sends_parts(route: Route) -> bool:
-    """Whether `reduce_scatter_parts` is there for `route`."""
-    return _is_pairwise(route)
+def is_pairwise(route: Route) -> bool:
+    """Whether ranks send to one another in pairs. Then a reduce-scatter takes parts, and offers a mean."""
+    return route.backend == "gloo" and not _native
 
 
 def reduce_scatter_parts(
-    outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str
+    outputs: Sequence[Tensor],
+    sends: Sequence[Sequence[Tensor]],
+    route: Route,
+    label: str,
+    op: Op = dist.ReduceOp.SUM,
 ) -> Pending:
-    """`reduce_scatter`, summing, of rows that lie in parts; every part is a message, and none is written to.
+    """`reduce_scatter` of rows that lie in parts; every part is a message, and none is written to.
 
-    Collective over `route.group`: all ranks must call, where `sends_parts`.
+    Collective over `route.group`: all ranks must call, where it `is_pairwise`.
 
     Args:
-        outputs: contiguous tensors that this rank's row becomes, in order.
-        sends: by group rank, contiguous tensors of as many elements as its outputs have; its own included.
+        outputs: contiguous 1-D tensors that this rank's row becomes, in order.
+        sends: by group rank, contiguous 1-D tensors of as many elements as its outputs; its own included.
+        op: the sum, or the mean.
     """
     if _active:
         others = [parts for rank, parts in enumerate(sends) if rank != route.group.rank()]
         _count("reduce_scatter", sum(part.nbytes for parts in others for part in parts))
-    return _pairwise_reduce_scatter(outputs, sends, route, label)
+    return _pairwise_reduce_scatter(outputs, sends, route, label, op)
 
 
 def all_reduce(tensor: Tensor, route: Route, label: str, op: Op = dist.ReduceOp.SUM) -> Pending:
@@ -229,7 +234,7 @@ def all_to_all(
 
 def num_scratch_rows(route: Route) -> int:
     """Rows that a reduce-scatter over `route` allocates beside its output, for as long as it is under way."""
-    return 1 if _is_pairwise(route) and route.group.size() > 2 else 0
+    return 1 if is_pairwise(route) and route.group.size() > 2 else 0
 
 
 def has_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -253,10 +258,6 @@ def _count(kind: str, sent_bytes: int) -> None:
         traffic.sent_bytes[kind] += sent_bytes
 
 
-def _is_pairwise(route: Route) -> bool:
-    return route.backend == "gloo" and not _native
-
-
 def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]:
     """Send `row` to every peer, receive theirs where they belong, and put our own beside them."""
     group, tag = route.group, route.tag
@@ -275,18 +276,19 @@ def _exchange_rows(output: Tensor, row: Tensor, route: Route) -> list[dist.Work]
 
 
 def _pairwise_reduce_scatter(
-    outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str
+    outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str, op: Op
 ) -> Pending:
     """Send every part to its owner at once; receive two rows at a time, at first, then a part for a part.
 
-    step        1           2         3                      4
-    into        outputs     scratch   scratch, each part when that of step 2 has been added
-    then adds   own parts   scratch   scratch                ..
+    step        1         2                          3                      4
+    into        outputs   scratch                    scratch, each part when that of step 2 has been added
+    then adds             own parts, then scratch    scratch                ..
     """
     group, tag = route.group, route.tag + 1  # a gather of the same bucket may be under way
     rank, size = group.rank(), group.size()
     pairs = [(output, own) for output, own in zip(outputs, sends[rank], strict=True) if output.numel()]
     scratch = [torch.empty_like(output) for output, _ in pairs] if num_scratch_rows(route) else []
+    divisor = size if op == dist.ReduceOp.AVG else 1
 
     def receive(step: int, index: int) -> dist.Work:
         place = pairs[index][0] if step == 1 else scratch[index]
@@ -299,16 +301,33 @@ def _pairwise_reduce_scatter(
         sent = [group.send([part], peer, tag) for peer in peers for part in sends[peer] if part.numel()]
 
     def add_as_they_come() -> None:
-        for step in range(1, size):
+        for step in range(min(2, size - 1), size):
             for i, (output, own) in enumerate(pairs):
-                receives.pop((step, i)).wait()
-                output.add_(own if step == 1 else scratch[i])
-                if 1 < step < size - 1:
+                if step <= 2:
+                    receives.pop((1, i)).wait()
+                if step >= 2:
+                    receives.pop((step, i)).wait()
+                addends = [own] if step == 1 else [own, scratch[i]] if step == 2 else [scratch[i]]
+                _add(output, addends, divisor if step == size - 1 else 1)
+                if step < size - 1:
                     receives[step + 1, i] = receive(step + 1, i)
         for send in sent:
             send.wait()
 
     return Pending([], "reduce_scatter", label, route, add_as_they_come)
+
+
+_BLOCK_NUMEL = 1 << 16  # a block of the sum and one of an addend lie in the cache together
+
+
+def _add(total: Tensor, addends: Sequence[Tensor], divisor: int) -> None:
+    """Add one after another, then divide, block by block: memory is read and written once, not for each."""
+    blocks = zip(*(tensor.split(_BLOCK_NUMEL) for tensor in (total, *addends)), strict=True)
+    for block, *others in blocks:
+        for other in others:
+            block.add_(other)
+        if divisor != 1:
+            block.div_(divisor)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardkit._torch import ReduceScatter, split_flat, wraps_tensors
-from shardkit.collectives import Route, sends_parts
+from shardkit.collectives import Route, is_pairwise
 from shardkit.grad_rows import GradRows, contiguous_grad
 from shardkit.layout import BucketSpec, ReduceLayout, can_be_direct, reduce_layout
 from shardkit.schedule import grads_to_sweep
@@ -149,7 +149,7 @@ class GradBuffer:
         if not self._contiguous:
             return self._contiguous
         spec, route = self.spec, self.route
-        if route is None or self.comm is not None or spec.layout.num_ranks == 1 or not sends_parts(route):
+        if route is None or self.comm is not None or spec.layout.num_ranks == 1 or not is_pairwise(route):
             return frozenset()
         if spec.device.type != "cpu" or spec.reduce_dtype == torch.float16:
             return frozenset()

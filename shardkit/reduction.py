@@ -33,7 +33,7 @@ from shardkit._torch import (
 )
 from shardkit.bucket import Bucket
 from shardkit.buffer import empty_flat
-from shardkit.collectives import Pending, all_reduce, reduce_scatter, reduce_scatter_parts
+from shardkit.collectives import Pending, all_reduce, is_pairwise, reduce_scatter, reduce_scatter_parts
 from shardkit.errors import UnevenUseError
 from shardkit.grads import Taken, without_grad
 from shardkit.layout import ReduceLayout
@@ -121,7 +121,7 @@ class Reduction:
         if layout.direct:  # so it was when the first gradient came, whatever collective was set since
             row = empty_flat(layout.row_numel, rows.dtype, rows.device)
             outputs, sends = _parts(layout, row, taken)
-            return row, reduce_scatter_parts(outputs, sends, route, self.bucket.label)
+            return row, reduce_scatter_parts(outputs, sends, route, self.bucket.label, self._op)
         if comm is not None:
             row = comm.allocate((layout.row_numel,), dtype=rows.dtype, device=rows.device)
             comm(output_tensor=row, input_tensor=rows, group=route.group, op=self._op, async_op=False)
@@ -241,8 +241,11 @@ def _parts(layout: ReduceLayout, row: Tensor, taken: Taken) -> tuple[list[Tensor
 
 
 def _choose_division(bucket: Bucket, options: ReduceOptions) -> Division:
-    routes = (bucket.grads.route, bucket.replicate_route)
-    can_average = not options.sum_only and all(route is None or route.can_average for route in routes)
+    grads, replicas = bucket.grads, bucket.replicate_route
+    can_average = all(route is None or route.can_average for route in (grads.route, replicas))
+    if grads.route is not None and replicas is None and grads.comm is None and options.hook is None:
+        can_average |= is_pairwise(grads.route)  # nothing comes between this sum and the division
+    can_average &= not options.sum_only
     return division(bucket.spec.reduce_dtype, bucket.spec.axes.size, options.divide_factor, can_average)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardkit import fully_shard, grads, reduction
-from shardkit.collectives import Pending, Route, count_traffic, native_collectives
+from shardkit.collectives import Op, Pending, Route, count_traffic, native_collectives
 from tests.parity import test_extensions as extensions
 from tests.parity import test_oracle as oracle
 from tests.parity import test_uneven_use as uneven
@@ -86,19 +86,26 @@ def test_a_gradient_of_a_subclass_is_made_plain(
 
 
 @pytest.mark.parametrize("shard", [fully_shard, ragged_fully_shard])
+@pytest.mark.parametrize(
+    ("world_size", "num_rows", "num_cols"), [(2, 5, 3), (3, 97, 96), (4, 1201, 256)], ids=["2", "3", "4"]
+)  # at 4 ranks, parts of more than a block of the sum
 def test_they_are_sent_as_they_are_and_nobody_writes_to_them(
-    shard: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    world_size: int,
+    num_rows: int,
+    num_cols: int,
+    shard: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many messages as c10d counts, no byte beside the gradients but flags, and the same sums."""
     sent_numels = []
     reduce_scatter_parts = reduction.reduce_scatter_parts
 
     def watched(
-        outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str
+        outputs: Sequence[Tensor], sends: Sequence[Sequence[Tensor]], route: Route, label: str, op: Op
     ) -> Pending:
         parts = list(chain.from_iterable(sends))
         before = [part.clone() for part in parts]
-        pending = reduce_scatter_parts(outputs, sends, route, label)
+        pending = reduce_scatter_parts(outputs, sends, route, label, op)
         pending.wait()
         assert all(map(torch.equal, parts, before))
         sent_numels.extend(part.numel() for part in parts)
@@ -106,10 +113,10 @@ def test_they_are_sent_as_they_are_and_nobody_writes_to_them(
 
     def check(rank: int, world_size: int) -> None:
         monkeypatch.setattr(reduction, "reduce_scatter_parts", watched)
-        integers = torch.arange(4.0 * 96).view(4, 96) + rank  # sums are exact in any order
+        integers = torch.arange(4.0 * num_cols).view(4, num_cols) + rank  # sums are exact in any order
         of_modes = []
         for mode in (nullcontext, native_collectives):
-            model = nn.Linear(96, 97)
+            model = nn.Linear(num_cols, num_rows)
             shard(model, init_device_mesh("cpu", (world_size,)))
             with mode(), count_traffic() as traffic:
                 model(integers).sum().backward()
@@ -117,9 +124,9 @@ def test_they_are_sent_as_they_are_and_nobody_writes_to_them(
         (direct, calls), (in_rows, native_calls) = of_modes
         assert calls == native_calls
         assert all(map(torch.equal, direct, in_rows))
-        assert sum(sent_numels) == 97 * 96 + 97 + 16 * world_size  # a row of flags to each
+        assert sum(sent_numels) == num_rows * num_cols + num_rows + 16 * world_size  # a row of flags to each
 
-    run_ranks(check, 3)
+    run_ranks(check, world_size)
 
 
 def local_grad(param: nn.Parameter) -> Tensor:
