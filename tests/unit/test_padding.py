@@ -37,6 +37,10 @@ def test_padding_of_llama_in_blocks_of_16_rows_at_powers_of_two() -> None:
     assert padding_percent("Llama-3-70B", "all 16", padding.FAST_SIZES, max_buckets=1).max_percent <= 9.805
 
 
+def test_preferred_blocks_of_16_rows_pad_llama_within_the_budget_at_all_sizes() -> None:
+    assert padding.preferred_row().max_percent <= 9.805
+
+
 def padding_percent(model: str, blocks: str, sizes: Sequence[int], max_buckets: int) -> padding.PaddingRow:
     layer = padding.LAYERS[model]
     specs = padding.tensor_specs(layer, *padding.BLOCKS[blocks])
@@ -87,7 +91,7 @@ def test_a_bench_row_of_a_slow_plan_misses_its_bar() -> None:
 
 
 def test_every_published_figure_has_its_row_in_the_bench() -> None:
-    layers = {*padding.LAYERS, "Llama-3-70B, powers of two"}
+    layers = {*padding.LAYERS, "Llama-3-70B, powers of two", "Llama-3-70B, preferred"}
     rules = {*padding.RULES, *padding.MAX_BUCKETS}
     for model, blocks, rule in (*padding.MAX_PERCENT, *padding.MAX_NUM_ABOVE_3_PERCENT):
         assert model in layers and blocks in padding.BLOCKS and rule in rules
