@@ -297,8 +297,7 @@ MAX_PERCENT: dict[tuple[str, str, str], float] = {
     ("DeepSeek-V3", "experts 1", "shardkit"): 0.12,
     ("DeepSeek-V3", "experts 16", "shardkit"): 1.8,
     ("DeepSeek-V3", "experts 128", "shardkit"): 7.3,
-    # published for powers of two; at 48 of the 128 sizes the bound itself is above it, where blocks of 16 rows
-    # are required
+    # published for powers of two; where the blocks are required, the bound itself is above it at 48 sizes
     ("Llama-3-70B, powers of two", "all 16", "shardkit"): 9.8,
     ("Llama-3-70B, preferred", "all 16", "shardkit-2"): 9.8,
 }
