@@ -214,6 +214,18 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
 
 
+def owns_bytes(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor, all of its storage, and nothing else holds that.
+
+    Autograd may give one storage to several: a view, a sum or a torch.cat passes on what it got.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    of_both = 2  # the tensor, and `storage`
+    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) == of_both
+
+
 def keep_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Hide writes from autograd: what a second gather writes is what it saved from the first."""
     return _unsafe_preserve_version_counter(tuple(tensors))

@@ -22,7 +22,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from shardkit._torch import ReduceScatter, split_flat, wraps_tensors
+from shardkit._torch import ReduceScatter, owns_bytes, split_flat
 from shardkit.collectives import Route, is_pairwise
 from shardkit.grad_rows import GradRows, contiguous_grad
 from shardkit.layout import BucketSpec, ReduceLayout, can_be_direct, reduce_layout
@@ -181,14 +181,14 @@ class GradBuffer:
 
     def _keep(self, index: int, grad: Tensor) -> None:
         """Hold a gradient as it is, or add it to that of an earlier micro-batch."""
-        local = contiguous_grad(self.params[index], grad)
+        local, dtype = contiguous_grad(self.params[index], grad), self.spec.reduce_dtype
         if index in self._used:
             self._kept[index].add_(local)
-        elif wraps_tensors(local):  # there are no bytes to send but those that it says to be made of
-            plain = torch.empty(local.shape, dtype=self.spec.reduce_dtype, device=self.spec.device)
+        elif local.dtype == dtype and owns_bytes(local):
+            self._kept[index] = local
+        else:  # others may write to these bytes, or we to theirs
+            plain = torch.empty(local.shape, dtype=dtype, device=self.spec.device)
             self._kept[index] = plain.copy_(local)
-        else:
-            self._kept[index] = local.to(self.spec.reduce_dtype)
 
 
 def without_grad() -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ The models of the oracle are small; here nothing is small enough to wait for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit import fully_shard, grads, reduction
 from shardkit.collectives import Op, Pending, Route, count_traffic, native_collectives
+from shardkit.interop import units_in
 from tests.parity import test_extensions as extensions
 from tests.parity import test_oracle as oracle
 from tests.parity import test_uneven_use as uneven
@@ -132,3 +133,56 @@ def test_they_are_sent_as_they_are_and_nobody_writes_to_them(
 def local_grad(param: nn.Parameter) -> Tensor:
     assert isinstance(param.grad, DTensor)
     return param.grad.to_local()
+
+
+class Sum(nn.Module):
+    """Autograd passes one gradient on to all three, to `flat` as a view of it, and to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.flat, self.last = (nn.Parameter(torch.zeros(s)) for s in ((4, 6), (24,), (4, 6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first + self.flat.view(4, 6) + self.last
+
+
+def test_gradients_that_share_bytes_accumulate_apart() -> None:
+    def check(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (world_size,))
+        model, x, weight = (
+            nn.Sequential(Sum(), Sum()),
+            torch.zeros(4, 6, requires_grad=True),
+            torch.ones(4, 6),
+        )
+        for module in (*model, model):
+            fully_shard(module, mesh)
+        for is_last in (False, False, True):
+            model.set_requires_gradient_sync(is_last)
+            (model(x) * weight).sum().backward()
+        for grad in (x.grad, *(param.grad for param in model.parameters())):
+            assert grad is not None
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            assert torch.equal(full.view(4, 6), 3 * weight)
+
+    run_ranks(check, 2)
+
+
+def test_a_gradient_with_bytes_of_its_own_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[int] = []
+    add = grads.GradBuffer.add
+
+    def watched(buffer: grads.GradBuffer, new: Mapping[int, Tensor]) -> None:
+        places.extend(grad.data_ptr() for grad in new.values())
+        add(buffer, new)
+
+    def check(rank: int, world_size: int) -> None:
+        monkeypatch.setattr(grads.GradBuffer, "add", watched)
+        model = nn.Linear(5, 6)
+        fully_shard(model, init_device_mesh("cpu", (world_size,)))
+        model.set_requires_gradient_sync(False)
+        model(normal_batch(rank, 4, 5)).square().mean().backward()
+        (bucket,) = units_in(model)[0].buckets
+        kept = bucket.grads.take().direct
+        assert sorted(grad.data_ptr() for grad in kept) == sorted(places) and len(kept) == 2
+
+    run_ranks(check, 2)
