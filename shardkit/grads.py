@@ -185,7 +185,7 @@ class GradBuffer:
         if index in self._used:
             self._kept[index].add_(local)
         elif local.dtype == dtype and owns_bytes(local):
-            self._kept[index] = local
+            self._kept[index] = local.detach()  # create_graph: sums have no history
         else:  # others may write to these bytes, or we to theirs
             plain = torch.empty(local.shape, dtype=dtype, device=self.spec.device)
             self._kept[index] = plain.copy_(local)

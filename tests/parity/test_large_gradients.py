@@ -23,7 +23,7 @@ from tests.parity import test_oracle as oracle
 from tests.parity import test_uneven_use as uneven
 from tests.parity.conftest import ragged_fully_shard
 from tests.parity.test_fsdp2_settings import CountingReduceScatter
-from tests.support.models import normal_batch
+from tests.support.models import MLP, normal_batch
 from tests.support.ranks import run_ranks
 
 
@@ -184,5 +184,29 @@ def test_a_gradient_with_bytes_of_its_own_is_not_copied(monkeypatch: pytest.Monk
         (bucket,) = units_in(model)[0].buckets
         kept = bucket.grads.take().direct
         assert sorted(grad.data_ptr() for grad in kept) == sorted(places) and len(kept) == 2
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_they_have_no_history_where_backward_builds_a_graph() -> None:
+    def check(rank: int, world_size: int) -> None:
+        model, whole = MLP(5, 7, 3), MLP(5, 7, 3)
+        whole.load_state_dict(model.state_dict())
+        mesh = init_device_mesh("cpu", (world_size,))
+        for module in (*model.layers, model):
+            fully_shard(module, mesh)
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            for r in range(world_size):
+                whole(normal_batch(r, 4, 5)).square().mean().div(world_size).backward(create_graph=True)
+            model(normal_batch(rank, 4, 5)).square().mean().backward(create_graph=True)
+        for layer in model.layers:
+            layer.reshard()  # which the graph kept gathered
+        for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            assert expected.grad is not None
+            assert isinstance(param.grad, DTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+            assert not local_grad(param).requires_grad
 
     run_ranks(check, 2)
