@@ -121,6 +121,7 @@ class Reduction:
         if layout.direct:  # so it was when the first gradient came, whatever collective was set since
             row = empty_flat(layout.row_numel, rows.dtype, rows.device)
             outputs, sends = _parts(layout, row, taken)
+            _zero_padding(layout, row)
             return row, reduce_scatter_parts(outputs, sends, route, self.bucket.label, self._op)
         if comm is not None:
             row = comm.allocate((layout.row_numel,), dtype=rows.dtype, device=rows.device)
@@ -238,6 +239,15 @@ def _parts(layout: ReduceLayout, row: Tensor, taken: Taken) -> tuple[list[Tensor
     direct = [grad.view(-1).split(of) for grad, of in zip(taken.direct, numels, strict=True)]
     rows = taken.rows.view(layout.rows.num_ranks, -1).unbind()
     return outputs, [list(parts) for parts in zip(*direct, rows, strict=True)]
+
+
+def _zero_padding(layout: ReduceLayout, row: Tensor) -> None:
+    """Between parts, where nothing is received: the user's hook sees the whole row."""
+    starts = [layout.places[position].offset for position in layout.direct]
+    numels = [parts.numels[layout.rows.rank] for parts in layout.direct.values()]
+    for start, numel, end in zip(starts, numels, [*starts[1:], layout.row_offset], strict=True):
+        if start + numel < end:
+            row[start + numel : end].zero_()
 
 
 def _choose_division(bucket: Bucket, options: ReduceOptions) -> Division:

@@ -210,3 +210,17 @@ def test_they_have_no_history_where_backward_builds_a_graph() -> None:
             assert not local_grad(param).requires_grad
 
     run_ranks(check, 2)
+
+
+def test_a_hook_between_the_reductions_sees_zeros_beside_them() -> None:
+    def check(rank: int, world_size: int) -> list[float]:
+        torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+        model, sums = nn.Linear(5, 7), []
+        fully_shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        model.set_all_reduce_hook(lambda row: sums.append(row.sum().item()))
+        model(torch.ones(4, 5)).sum().backward()
+        return sums
+
+    num_samples, num_columns = 4 * 4, 5 + 1  # of all ranks; the bias is one more column
+    expected = [[float(num_samples * num_columns * num_rows)] for num_rows in (4, 3)]
+    assert run_ranks(check, 4) == expected * 2
