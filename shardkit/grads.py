@@ -2,9 +2,9 @@
 
 Level 10 of the data flow: holds. Gradients go into the rows that a reduce-scatter will consume and are freed,
 a large one as soon as autograd has it, small ones together when the unit's backward is over. Where ranks send
-to one another in pairs, a large one is written nowhere: it stays as autograd left it until its parts are with
-their owners. Without gradient sync all of it simply stays, and the next micro-batch adds to it in the reduce
-dtype.
+to one another in pairs, a large one needs no rows: it stays as autograd left it until its parts are with
+their owners, or a copy does, where its dtype is another or its bytes are not its own. Without gradient sync
+all of it simply stays, and the next micro-batch adds to it in the reduce dtype.
 
 Flags travel along that say which parameters were used somewhere and which were not. Two a parameter, not one:
 a sum of ones in bfloat16 stops at 256, but a positive sum stays positive.
@@ -53,7 +53,7 @@ class GradBuffer:
         itemsize = spec.compute_dtype.itemsize
         self.swept = grads_to_sweep([slot.numel * itemsize for slot in spec.layout.slots])
         large = [index for index in range(len(params)) if index not in self.swept]
-        self._contiguous = frozenset([index for index in large if can_be_direct(spec.layout, index)])
+        self._may_be_direct = frozenset([index for index in large if can_be_direct(spec.layout, index)])
         self._direct: frozenset[int] = frozenset()  # indices of the parameters that need no rows
         self._kept: dict[int, Tensor] = {}  # their gradients, contiguous
         self._grad_rows: GradRows | None = None  # of the others
@@ -141,19 +141,17 @@ class GradBuffer:
         self.free()
 
     def direct_of(self, trainable: Sequence[int]) -> frozenset[int]:
-        """Which gradients need no rows: their parts are sent from where they lie, and nothing divides them
-        before.
-        """
+        """Which gradients need no rows: their parts are sent as they are, and nothing divides them before."""
         if self.partial is not None:
             return self._direct  # it was received as these are
-        if not self._contiguous:
-            return self._contiguous
+        if not self._may_be_direct:
+            return self._may_be_direct
         spec, route = self.spec, self.route
         if route is None or self.comm is not None or spec.layout.num_ranks == 1 or not is_pairwise(route):
             return frozenset()
         if spec.device.type != "cpu" or spec.reduce_dtype == torch.float16:
             return frozenset()
-        return self._contiguous.intersection(trainable)
+        return self._may_be_direct.intersection(trainable)
 
     def _prepare(self) -> GradRows:
         """The rows, allocated."""

@@ -194,7 +194,7 @@ def ragged_layout(source: RaggedSource, rank: int, indices: Sequence[int], *, ta
     taken = sorted((plan.starts[slot.name], slot.numel) for slot in slots)
     ends = [0, *(start + numel for start, numel in taken)]
     holes = [(a, b - a) for a, b in zip(ends, [*(start for start, _ in taken), rows_numel], strict=True)]
-    gaps = [_gap_of(segment, row_numel) for start, numel in holes for segment in pieces(start, numel)]
+    gaps = [_gap_of(segment) for start, numel in holes for segment in pieces(start, numel)]
     if row_numel > plan.shard_numel + tail_numel:
         gaps.append(Gap(plan.shard_numel, plan.num_ranks, row_numel - plan.shard_numel - tail_numel))
     return Layout(
@@ -448,6 +448,6 @@ def _part_numels(layout: Layout, index: int) -> tuple[int, ...]:
     return tuple([max(0, min(chunk, numel - rank * chunk)) for rank in range(layout.num_ranks)])
 
 
-def _gap_of(segment: Segment, row_numel: int) -> Gap:
+def _gap_of(segment: Segment) -> Gap:
     num_rows = segment.size[0] if len(segment.size) == 2 else 1
     return Gap(segment.rows_offset, num_rows, segment.size[-1])

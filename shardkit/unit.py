@@ -4,11 +4,11 @@ Level 12 of the data flow. A unit carries out what `hooks.py` triggers on its bu
 reduce. What units share lies in their tree: the forward order, the streams, the reductions in flight.
 
 [Note: rows of gradients]
-A unit's first gradient finds the rows of the unit before it on the wire. Both at once would be more memory
-than the gradients themselves, so there are no new rows before that reduction is over. On the CPU, where a
-reduction needs the host to go on, it is waited for then and there. Where it runs on a stream of its own,
-waiting would stall the computation: the gradients stay where autograd put them until the unit's backward is
-over.
+A unit's first gradient finds those of the unit before it on the wire, in rows or as they are. To hold more
+beside them would be more memory than the gradients themselves, so there are no new rows before that reduction
+is over. On the CPU, where a reduction needs the host to go on, it is waited for then and there. Where it runs
+on a stream of its own, waiting would stall the computation: the gradients stay where autograd put them until
+the unit's backward is over.
 """
 
 from __future__ import annotations
