@@ -30,11 +30,6 @@ class FlatBuffer:
         self._is_huge = _is_huge(self._nbytes, device) and not pin
 
     @property
-    def is_allocated(self) -> bool:
-        """Whether the bytes are there."""
-        return self._nbytes == 0 or self._storage.nbytes() != 0
-
-    @property
     def nbytes(self) -> int:
         """Bytes when allocated."""
         return self._nbytes

@@ -91,11 +91,6 @@ class Slot:
         """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
-    @property
-    def local_numel(self) -> int:
-        """Elements of this rank's part."""
-        return math.prod(self.local_shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -160,7 +160,7 @@ def assert_well_laid(case: Laid) -> None:
         row = rows[rank * layout.row_numel :][: layout.row_numel]
         for slot, expected in zip(seen.slots, held, strict=True):
             assert slot.local_shape == tuple(expected.shape)
-            part = row[slot.shard_offset :][: slot.local_numel]
+            part = row[slot.shard_offset :][: math.prod(slot.local_shape)]
             assert torch.equal(part.view(slot.local_shape), expected)
 
 
