@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardkit._torch import all_gather_single, backend_name, reduce_scatter_single
+from shardkit.buffer import empty_flat
 from shardkit.errors import CollectiveTimeoutError
 
 Op = dist.ReduceOp.RedOpType
@@ -86,6 +87,8 @@ class Pending:
         self._works, self._then = [], None
 
 
+DONE = Pending([], "nothing", "", None)  # what is already in the stream's order, or has nobody to wait for
+
 _active: list[Traffic] = []
 _native = False
 
@@ -127,7 +130,7 @@ def all_gather(output: Tensor, row: Tensor, route: Route, label: str) -> Pending
             works = _exchange_rows(output, row, route)
         return Pending(works, "all_gather", label, route)
     all_gather_single(output, row, route.group)
-    return Pending([], "all_gather", label, route)
+    return DONE
 
 
 def reduce_scatter(
@@ -146,7 +149,7 @@ def reduce_scatter(
         of_ranks = rows.view(route.group.size(), -1)
         return _pairwise_reduce_scatter([output], [[row] for row in of_ranks], route, label, op)
     reduce_scatter_single(output, rows, op, route.group)
-    return Pending([], "reduce_scatter", label, route)
+    return DONE
 
 
 def is_pairwise(route: Route) -> bool:
@@ -287,7 +290,10 @@ def _pairwise_reduce_scatter(
     group, tag = route.group, route.tag + 1  # a gather of the same bucket may be under way
     rank, size = group.rank(), group.size()
     pairs = [(output, own) for output, own in zip(outputs, sends[rank], strict=True) if output.numel()]
-    scratch = [torch.empty_like(output) for output, _ in pairs] if num_scratch_rows(route) else []
+    scratch: Sequence[Tensor] = ()
+    if pairs and num_scratch_rows(route):
+        first, numels = pairs[0][0], [output.numel() for output, _ in pairs]
+        scratch = empty_flat(sum(numels), first.dtype, first.device).split(numels)
     divisor = size if op == dist.ReduceOp.AVG else 1
 
     def receive(step: int, index: int) -> dist.Work:

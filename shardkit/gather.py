@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardkit._torch import AllGather
 from shardkit.buffer import FlatBuffer, empty_flat
-from shardkit.collectives import Pending, Route, all_gather
+from shardkit.collectives import DONE, Pending, Route, all_gather
 from shardkit.layout import BucketSpec, Layout
 from shardkit.sharded_param import ShardedParam
 from shardkit.streams import Streams
@@ -159,10 +159,10 @@ def gather_rows(
 ) -> Pending:
     """Gather the `row` of every rank into `rows`. Collective over `route.group`: all ranks must call."""
     if route is None or rows.numel() == row.numel():
-        return Pending([], "all_gather", label, None)
+        return DONE
     if comm is not None:
         comm(output_tensor=rows, input_tensor=row, group=route.group, async_op=False)
-        return Pending([], "all_gather", label, route)
+        return DONE
     return all_gather(rows, row, route, label)
 
 

@@ -122,7 +122,8 @@ class GradBuffer:
             grad_rows.finish([index for index in unused if index not in self._direct], flags)
             for index in self._direct.intersection(unused):
                 kept[index] = rows.new_zeros(self.spec.layout.slots[index].numel)
-        return Taken(rows, [kept[index] for index in sorted(self._direct)], used_all)
+        direct = [kept[index] for index in sorted(self._direct)] if self._direct else []
+        return Taken(rows, direct, used_all)
 
     def split_row(self, row: Tensor) -> tuple[list[Tensor], Tensor]:
         """This rank's part of every trainable parameter's gradient, and the flags: views of what it got."""

@@ -252,10 +252,12 @@ def _zero_padding(layout: ReduceLayout, row: Tensor) -> None:
 
 def _choose_division(bucket: Bucket, options: ReduceOptions) -> Division:
     grads, replicas = bucket.grads, bucket.replicate_route
-    can_average = all(route is None or route.can_average for route in (grads.route, replicas))
-    if grads.route is not None and replicas is None and grads.comm is None and options.hook is None:
-        can_average |= is_pairwise(grads.route)  # nothing comes between this sum and the division
-    can_average &= not options.sum_only
+    can_average = grads.route is None or grads.route.can_average
+    if replicas is not None:
+        can_average = can_average and replicas.can_average
+    elif grads.route is not None and not can_average and grads.comm is None and options.hook is None:
+        can_average = is_pairwise(grads.route)  # nothing comes between this sum and the division
+    can_average = can_average and not options.sum_only
     return division(bucket.spec.reduce_dtype, bucket.spec.axes.size, options.divide_factor, can_average)
 
 

@@ -151,6 +151,7 @@ class Held:
         self._sharded = [param.sharded for param in params]
         self._locals = [param.local for param in params]
         self._functions = self._extensions()
+        self._has_attributes = any(map(vars, self._locals))
 
     def is_unchanged(self) -> bool:
         """Whether every module holds the same sharded parameter, over the same bytes, extended as it was."""
@@ -158,8 +159,12 @@ class Held:
         return (
             all(map(is_, registered, self._sharded))
             and all(map(is_, map(local_of, self._sharded), self._locals))
-            and self._extensions() == self._functions
+            and (not self._may_differ() or self._extensions() == self._functions)
         )
+
+    def _may_differ(self) -> bool:
+        """Whether users have set anything on the local tensors, now or then; a class stays what it is."""
+        return self._has_attributes or any(map(vars, self._locals))
 
     def _extensions(self) -> list[bool]:
         return [hasattr(local, name) for local in self._locals for name in EXTENSION_NAMES]
